@@ -1,13 +1,14 @@
-"""Test doubles that admit the callers of a peer that serves nothing, or the states of donors."""
+"""Test doubles that admit the callers of a peer that serves nothing, or any state of a donor."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from pathlib import Path
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 from noloco_p2p.errors import Refused
-from noloco_p2p.gossip.frames import FetchItem, FetchWant, Hello, PeerStatus, StateManifest, other_kind
-from noloco_p2p.gossip.seams import Candidate, FrameStream
+from noloco_p2p.gossip.frames import FetchItem, FetchWant, Hello, PeerStatus, other_kind
+from noloco_p2p.gossip.seams import Candidate, FrameStream, Transport
+from noloco_p2p.spec import Spec
+from noloco_p2p.transfer.fetch import Admission
 
 
 class Admitting:
@@ -31,11 +32,6 @@ class Admitting:
         yield
 
 
-class AnyState:
-    """A `transfer.fetch.Admission` that accepts every state."""
-
-    async def check_position(self, donor: Candidate, manifest: StateManifest) -> None: ...
-
-    async def check_state(self, donor: Candidate, manifest: StateManifest, path: Path) -> None: ...
-
-    def refuse(self, donor: Candidate, why: str) -> None: ...
+def admission_of(spec: Spec, transport: Transport, *, live: Callable[[], Sequence[Candidate]] = tuple) -> Admission:
+    """Return an admission that accepts every file, and every position while no live peer is known."""
+    return Admission(spec, transport, live=live, check_file=lambda path: None)

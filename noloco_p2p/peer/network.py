@@ -22,26 +22,27 @@ from noloco_p2p.control import ControlServer, Handler
 from noloco_p2p.errors import DirectoryError, IdentityError, NolocoError, TicketError, Unreachable
 from noloco_p2p.gossip.frames import Hello
 from noloco_p2p.gossip.gossip import Counts, Link
-from noloco_p2p.gossip.seams import Candidate, Outside
+from noloco_p2p.gossip.seams import Outside
 from noloco_p2p.gossip.service import PeerService
 from noloco_p2p.identity import Identity
 from noloco_p2p.net.client import GrpcTransport
+from noloco_p2p.net.connection import Connector
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.session import Session
 from noloco_p2p.net.throttle import Limits
 from noloco_p2p.owned_tasks import end_tasks
+from noloco_p2p.peer.live_peers import LivePeers
 from noloco_p2p.peer.network_thread import START_TIMEOUT_S, NetworkThread
 from noloco_p2p.peer.pausing import Pausing, watch_machine
 from noloco_p2p.peer.reachability import Reachability
 from noloco_p2p.peer.run_folder import Ports, find_invitation, folder_of, read_spec, write_run
-from noloco_p2p.peer.stage_flow import ListedHeads, StageFlow
+from noloco_p2p.peer.stage_flow import StageFlow, StagePlan
 from noloco_p2p.settings import PeerSettings, split_address
 from noloco_p2p.spec import Spec
 from noloco_p2p.swarm.dial_back import Reach
 from noloco_p2p.swarm.dialer import AddressBook
 from noloco_p2p.swarm.directory import SwarmDirectory, find_somebody
 from noloco_p2p.swarm.records import PausedBy, PeerRecord
-from noloco_p2p.swarm.tunnel import Tunnels
 from noloco_p2p.telemetry.metrics import CONTRIBUTION, FAILED, Metrics
 from noloco_p2p.telemetry.progress import Progress
 from noloco_p2p.ticket import MAX_ADDRESSES, Ticket
@@ -53,53 +54,6 @@ log = logging.getLogger(__name__)
 ENTER_TIMEOUT_S = 30.0  # for finding a live peer of the run that a ticket names
 ASK_AGAIN_S = 1.0  # between two requests to the live peers
 CHECK_CLOCK_S = 6.0  # for one attempt with each of the peers that this one enters through
-
-
-class LivePeers:
-    """The live peers that this one can call. It implements `gossip.seams.Directory`.
-
-    In a run with stages, `stage` is the stage of this peer. Once it is set, the interface returns only peers of that
-    stage. `live`, `reached` and `find` must be called on the network thread, because they may open a tunnel. The other
-    methods are thread-safe.
-    """
-
-    def __init__(self, directory: SwarmDirectory, tunnels: Tunnels) -> None:
-        self.stage: int | None = None
-        self._directory = directory
-        self._tunnels = tunnels
-        self.heads = ListedHeads(directory)
-
-    def live(self) -> Sequence[Candidate]:
-        return self._of_own_stage(self.reached(self._directory.live()))
-
-    def num_live(self) -> int:
-        others = self._directory.headcount().others
-        if self.stage is None:
-            return 1 + others
-        known = self.everyone()
-        return 1 + round(others * len(self._of_own_stage(known)) / max(1, len(known)))
-
-    def knows(self, peer_id: str) -> bool:
-        return self._directory.knows(peer_id)
-
-    async def find(self, peer_id: str, *, timeout_s: float) -> Candidate | None:
-        found = await self._directory.find(peer_id, timeout_s=timeout_s)
-        return self.reached([found])[0] if found else None
-
-    def everyone(self) -> Sequence[Candidate]:
-        """Return the live peers of all stages from their records, without waiting."""
-        return self._directory.live()
-
-    def mates(self) -> Sequence[Candidate]:
-        """Return the live peers of this peer's stage, or of all stages if it does not hold one yet."""
-        return self._of_own_stage(self.everyone())
-
-    def reached(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-        """Return the same peers, each with a tunnel's address if it has no other."""
-        return self._tunnels.reached(candidates)
-
-    def _of_own_stage(self, peers: Sequence[Candidate]) -> Sequence[Candidate]:
-        return peers if self.stage is None else [peer for peer in peers if peer.stage == self.stage]
 
 
 class Status:
@@ -261,7 +215,7 @@ class Network:
         write_run(self.spec, self.session.invitation, folder_of(settings.state_dir, self.spec.run_id))
         if settings.metrics:
             await self._serve_metrics(settings.metrics)
-        parts.push_async_callback(end_tasks, watch_machine(settings, self.pausing))
+        parts.push_async_callback(end_tasks, [asyncio.create_task(watch_machine(settings, self.pausing))])
         parts.push_async_callback(self._leave)
 
     async def stop(self) -> None:
@@ -318,11 +272,31 @@ class Network:
         self._parts.push_async_callback(server.stop)
         self.metrics_address = f"{host}:{server.port}"
 
+    async def start_flow(self, plan: StagePlan) -> StageFlow:
+        """Take part in the pipeline with the stage of `plan`."""
+        guard = self.directory.node.guard
+        flow = StageFlow(
+            plan,
+            self.identity,
+            self.hello,
+            self.live_peers,
+            bans=self.bans,
+            connector=Connector(self.session, self.limits, why_banned=self.bans.why, guard=guard),
+            is_closed=self.reachability.is_closed,
+        )
+        self.stage_flow, self.server.serve_flow = flow, flow.links.serve
+        flow.start()
+        return flow
+
+    async def stop_flow(self) -> None:
+        flow, self.stage_flow, self.server.serve_flow = self.stage_flow, None, None
+        if flow:
+            await flow.stop()
+
     async def _leave(self) -> None:
         self.status.change("leaving")
         self.service.state = "leaving"
-        if self.stage_flow:
-            await self.stage_flow.stop()
+        await self.stop_flow()
         # If a copy announced that it is leaving, others would think that the other copy is leaving.
         if self.status.has_entered and self.fault is None:
             await self.directory.say_farewell()

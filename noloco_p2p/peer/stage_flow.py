@@ -12,12 +12,13 @@ import queue
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ParamSpec, Protocol, TypeVar
 
+from noloco_p2p.bans import BanList
 from noloco_p2p.errors import NotFinite, PeerError
 from noloco_p2p.flow.frames import Backward, Forward, Frame, Mark, Want
 from noloco_p2p.flow.head import Head
@@ -25,18 +26,17 @@ from noloco_p2p.flow.node import Task
 from noloco_p2p.flow.replica import Replica
 from noloco_p2p.flow.rooms import Kind
 from noloco_p2p.gossip.frames import Hello
-from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.identity import Identity, short_id
+from noloco_p2p.net.connection import Connector
 from noloco_p2p.net.flow import FlowLinks
 from noloco_p2p.net.tickets import Tickets
+from noloco_p2p.peer.live_peers import LivePeers
 from noloco_p2p.spec import TrainerSpec
-from noloco_p2p.swarm.directory import SwarmDirectory
 from noloco_p2p.swarm.records import SERVING
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-LOOK_S = 5.0  # longest wait for the record of a head
 CODING_THREADS = 2  # one decodes the next input while the other encodes the previous result
 
 
@@ -107,33 +107,12 @@ class TurnExecutor(Executor):
         return True
 
 
-class ListedHeads:
-    """The peers that the directory lists as heads now. It is a container of their peer ids.
-
-    A peer of a private run has no record here without an invitation, because the records are kept under a secret key.
-    """
-
-    def __init__(self, directory: SwarmDirectory) -> None:
-        self._directory = directory
-
-    def __contains__(self, peer_id: object) -> bool:
-        record = self._directory.record_of(peer_id) if isinstance(peer_id, str) else None
-        return record is not None and record.stage == 0
-
-    async def look_for(self, peer_id: str) -> None:
-        """Read the record of a peer that is not listed as a head, because this peer may not have seen it yet."""
-        if peer_id not in self:
-            await self._directory.look_for(peer_id, timeout_s=LOOK_S)
-
-
 class StageFlow:
     """The pipeline of a peer that holds a stage.
 
-    `hello` is that of this peer. If a head is not listed in `heads`, a replica looks for its record before it handles a
-    ticket of that head, because a record reaches it later than the first microbatch may. `live` returns the reachable
-    peers of all stages. `is_closed` returns whether no peer can dial this one, in which case it must dial all its
-    neighbours. `strike` is called with a peer that misbehaved and a description of what it did. `FlowLinks` explains
-    `connection`.
+    `hello` is that of this peer. `is_closed` returns whether no peer can dial this one, in which case it must dial all
+    its neighbours. If a head is not listed, a replica looks for its record before it handles a ticket of that head,
+    because a record reaches it later than the first microbatch may.
 
     The computing thread calls `turn` and `tell`, and reads the counts of `node`. The other methods belong to the
     network thread.
@@ -144,41 +123,53 @@ class StageFlow:
         plan: StagePlan,
         identity: Identity,
         hello: Callable[[], Hello],
+        live_peers: LivePeers,
         *,
-        heads: ListedHeads,
-        live: Callable[[], Sequence[Candidate]],
-        is_closed: Callable[[], bool] = lambda: False,
-        strike: Callable[[str, str], None],
-        **connection: Any,
+        bans: BanList,
+        connector: Connector,
+        is_closed: Callable[[], bool],
     ) -> None:
         spec, work = plan.spec, plan.work
-        max_tokens = spec.pipeline.microbatch * (spec.data.sequence_length - 1)
         self.stage, self.num_stages = plan.stage, spec.pipeline.stages
+        max_tokens = spec.pipeline.microbatch * (spec.data.sequence_length - 1)
         self.links = FlowLinks(
             hello,
             Tickets(identity, spec_digest=hello().spec_digest, max_tokens=max_tokens),
             stage=plan.stage,
-            num_stages=spec.pipeline.stages,
+            num_stages=self.num_stages,
             forward_bytes=work.forward_bytes,
             backward_bytes=work.backward_bytes,
+            connector=connector,
+            find=live_peers.find,
             check=self._check,
-            strike=strike,
-            **connection,
+            strike=bans.strike,
+            why_banned=bans.why,
         )
-        shared: dict[str, Any] = {
-            "num_rooms": plan.num_rooms,
-            "rng": random.SystemRandom(),
-            "progress": plan.progress,
-        }
         self.node: Head | Replica
         if plan.stage == 0:
-            number = int(1000 * time.time())
-            self.node = Head(spec, self.links, self, peer_id=identity.peer_id, first_number=number, **shared)
+            self.node = Head(
+                spec,
+                self.links,
+                self,
+                peer_id=identity.peer_id,
+                num_rooms=plan.num_rooms,
+                first_number=int(1000 * time.time()),
+                rng=random.SystemRandom(),
+                progress=plan.progress,
+            )
         else:
-            self.node = Replica(spec, self.links, self, stage=plan.stage, heads=heads, **shared)
+            self.node = Replica(
+                spec,
+                self.links,
+                self,
+                stage=plan.stage,
+                heads=live_peers.heads,
+                num_rooms=plan.num_rooms,
+                rng=random.SystemRandom(),
+                progress=plan.progress,
+            )
         self.links.node = self.node
-        self._work, self._heads = work, heads
-        self._live, self._is_closed, self._strike = live, is_closed, strike
+        self._work, self._live_peers, self._bans, self._is_closed = work, live_peers, bans, is_closed
         self._batches: Iterator[object] = plan.batches or iter(())
         self._loop = asyncio.get_running_loop()
         self._coding = ThreadPoolExecutor(CODING_THREADS, thread_name_prefix="noloco-activations")
@@ -241,14 +232,14 @@ class StageFlow:
         Raises CorruptPayload for damage that the network cannot cause.
         """
         if isinstance(frame, Want | Mark) and self.stage > 0:
-            await self._heads.look_for(frame.ticket.id.head)
+            await self._live_peers.heads.look_for(frame.ticket.id.head)
         if isinstance(frame, Forward | Backward) and frame.payload is not None:
             payload = frame.payload
             assert isinstance(payload, memoryview)
             try:
                 await self._elsewhere(partial(self._work.check, payload, is_backward=isinstance(frame, Backward)))
             except NotFinite as error:
-                self._strike(peer, str(error))
+                self._bans.strike(peer, str(error))
                 return replace(frame, payload=None)
         return frame
 
@@ -258,7 +249,7 @@ class StageFlow:
         A peer that cannot be dialled takes part while it has a stream to this peer.
         """
         streams, of_stage = self.links.stages, defaultdict[int, list[str]](list)
-        for peer in self._live():
+        for peer in self._live_peers.reached():
             if peer.state in SERVING and (peer.can_be_called or peer.peer_id in streams):
                 of_stage[peer.stage].append(peer.peer_id)
         return of_stage

@@ -61,14 +61,14 @@ class StageTrainer(TrainerBase):
         spec, settings = TrainerSpec.of(peer.spec), peer.settings
         super().__init__(peer, spec, say=say)
         self.device = choose_device(settings.device)
-        peer.stages.look_around()
+        peer.membership.look_around()
         self._unfit = StageNeeds.as_cut(spec, folders=settings.models).unfit(settings)
         self._fitting = [stage for stage in range(spec.pipeline.stages) if stage not in self._unfit]
         self.stage = self._choose() if stage is None else stage
         self.line_begins = f"stage {self.stage} | "
         peer.metrics.loss = peer.metrics.validation_loss = None  # they belong to the stage before a switch
         self.switches_to: int | None = None  # another stage, which needs this peer more
-        peer.stages.hold(self.stage)
+        peer.membership.hold(self.stage)
         folder = stage_folder(peer.run_folder, self.stage)
         revives = Checkpoints(folder, keep=settings.keep_checkpoints).newest() is None and self._wait_for_state()
         compute = Compute.of(settings, num_ranks=1)
@@ -83,7 +83,7 @@ class StageTrainer(TrainerBase):
         self._enter(folder, follows_caller=not built.is_head)
         if not self.outer.resumed and not self.outer.entered:
             if revives:
-                self.outer.progress = median([other.progress for other in peer.stages.members()] or [0.0])
+                self.outer.progress = median([other.progress for other in peer.membership.members()] or [0.0])
             self._begin_fork(is_revived=revives)
         self.work = StageLoop(built, spec, self.inner_step, self.outer)
         self._microbatch_tokens = spec.pipeline.microbatch * spec.data.sequence_length
@@ -112,7 +112,9 @@ class StageTrainer(TrainerBase):
             return max(kept, key=lambda stage: stage_folder(self.peer.run_folder, stage).stat().st_mtime)
         if not self._fitting:
             raise SettingsError("this machine cannot hold any stage: " + "; ".join(self._unfit.values()))
-        return draw_stage(self.peer.stages.members(), self._fitting, num_stages=num_stages, rng=random.SystemRandom())
+        return draw_stage(
+            self.peer.membership.members(), self._fitting, num_stages=num_stages, rng=random.SystemRandom()
+        )
 
     def _build(self, compute: Compute, *, revives: bool) -> Stage:
         spec, settings = self.spec, self.peer.settings
@@ -140,7 +142,7 @@ class StageTrainer(TrainerBase):
         and the weights come from `settings.revive_from` instead. Raises Left if the peer is asked to leave.
         """
         peer, told = self.peer, False
-        while (why := self._lacks_state()) and not peer.stages.answering():
+        while (why := self._lacks_state()) and not peer.membership.answering():
             if peer.settings.revive_from:
                 return True
             if not told:
@@ -153,7 +155,7 @@ class StageTrainer(TrainerBase):
     def _lacks_state(self) -> str:
         """Return the reason why this peer cannot start its stage on its own, or an empty string if it can."""
         spec, settings = self.spec, self.peer.settings
-        if any(other.progress > 0 for other in self.peer.stages.members()):
+        if any(other.progress > 0 for other in self.peer.membership.members()):
             return (
                 f"stage {self.stage} has been trained, but no live peer holds it; waiting for a peer with a checkpoint "
                 "of this stage"
@@ -204,7 +206,7 @@ class StageTrainer(TrainerBase):
         if self.switches_to is not None:
             self.outer.pause()  # otherwise this peer would swap weights of this stage with peers of the other one
             peer.announce("paused")  # no peer sends to it until it has entered the other stage
-            peer.stages.stop_flow()
+            peer.membership.stop_flow()
         return self._finish()
 
     def serve(self) -> None:
@@ -217,7 +219,7 @@ class StageTrainer(TrainerBase):
         room_bytes = 2 * work.forward_bytes + work.backward_bytes  # the encoded input, output and gradient
         rooms = num_rooms(spec, most=int(ROOM_SHARE * free_memory()) // room_bytes)
         plan = StagePlan(spec, self.stage, work, rooms, self.outer.progress, self.batches)
-        self._flow = self.peer.stages.start_flow(plan)
+        self._flow = self.peer.membership.start_flow(plan)
 
     def _turn(self) -> bool:
         """Compute the next task, or wait briefly for one.
@@ -240,10 +242,12 @@ class StageTrainer(TrainerBase):
             if self.work.loss_tokens > self._loss_before[1]:
                 metrics.loss = self._loss_since()
             self._count()
-            missing = missing_stages(self.peer.stages.members(), own=self.stage, num_stages=self.spec.pipeline.stages)
+            missing = missing_stages(
+                self.peer.membership.members(), own=self.stage, num_stages=self.spec.pipeline.stages
+            )
             if missing != self._missing:
                 self._missing = missing
-                self.peer.stages.wait_for(missing)
+                self.peer.membership.wait_for(missing)
                 waits = f"waiting for {numbered_stages(missing)}, which no peer holds"
                 self.say(waits if missing else "every stage has a peer")
             self._look_at_evaluation()
@@ -263,7 +267,7 @@ class StageTrainer(TrainerBase):
         if peer.settings.stage is None and peer.metrics.capacity and not missing:
             epoch = int(time.time() / SWITCH_EPOCH_S)
             num_stages = self.spec.pipeline.stages
-            target = needier_stage(peer.stages.members(), own, self._fitting, num_stages=num_stages, epoch=epoch)
+            target = needier_stage(peer.membership.members(), own, self._fitting, num_stages=num_stages, epoch=epoch)
         if target is None or target != self._switch[0]:
             self._switch = target, now_s + random.uniform(0.2, 0.6) * SWITCH_EPOCH_S
         elif now_s >= self._switch[1]:

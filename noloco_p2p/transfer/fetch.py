@@ -13,9 +13,10 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, TypeVar
+from statistics import median
+from typing import TypeVar
 
 from blake3 import blake3
 
@@ -49,33 +50,76 @@ T = TypeVar("T", bound=FetchItem)
 MESSAGE_TIMEOUT_S = 15.0  # for one chunk, or one part of a manifest
 ANSWER_S = 60.0  # for a whole spec, layout or manifest; the manifest of a 64 GiB state takes 2 MiB
 GIVING = ("training", "paused", "done")  # peers in these states may have a saved state to serve
-
-
 RETRY_S = (1.0, 30.0)  # the bounds of the pause before a busy donor is asked again
 WINDOW_S = 60.0  # over which a rate is measured
 ASSUMED_BYTES_PER_S = 1e6  # the rate of a donor that has not been measured
 SLOW = 0.25  # a donor is left if its rate is less than this share of the rate of another donor
 PATIENCE_S = 600.0  # without a chunk, while all donors are busy
 CHUNKS_PER_CALL = MAX_CHUNKS_PER_REQUEST
+POSITIONS_ASKED = 5  # peers that are asked for their position
+MIN_POSITIONS = 3  # with fewer positions, it is unclear which one is wrong
+POSITION_S = 5.0  # the time that each peer has to answer
 
 
-class Admission(Protocol):
+class Admission:
     """The checks that a state must pass before it is used. Digests only prove that a state arrived intact.
 
-    A check that fails raises CheckpointError with the reason, and the next donor is asked.
+    `live` returns the live peers in the directory. `check_file` checks a whole file, and raises CheckpointError with
+    the reason. `refused` holds, by peer id, why a state was refused.
     """
 
-    async def check_position(self, donor: Candidate, manifest: StateManifest) -> None:
-        """Before any chunk is fetched, check the position in the run that the manifest states."""
-        ...
+    def __init__(
+        self,
+        spec: Spec,
+        transport: Transport,
+        *,
+        live: Callable[[], Sequence[Candidate]],
+        check_file: Callable[[Path], object],
+    ) -> None:
+        self.check_file = check_file
+        self.refused: dict[str, str] = {}
+        self._furthest = 2 * spec.furthest
+        self._transport = transport
+        self._live = live
 
-    async def check_state(self, donor: Candidate, manifest: StateManifest, path: Path) -> None:
-        """Check the whole file, of which `donor` sent the last chunk."""
-        ...
+    async def check_position(self, progress: float) -> None:
+        """Check the position that a donor claims against the records of live peers. Raises CheckpointError.
 
-    def refuse(self, donor: Candidate, why: str) -> None:
-        """Record that a donor sent data that no honest peer of the run would send."""
-        ...
+        If the difference is too large, ask some of these peers for their current positions, because a record can be as
+        old as one heartbeat, and a short run moves far in that time.
+        """
+        live = self._live()
+        if not self._is_far(progress, positions(live)):
+            return
+        fresh = positions(await ask_for_positions(self._transport, live))
+        others = fresh if len(fresh) >= MIN_POSITIONS else positions(live)
+        if self._is_far(progress, others):
+            swarm = f"the swarm is at {100 * median(others):.1f} %"
+            raise CheckpointError(f"the state is at {100 * progress:.1f} % of the schedule, but {swarm}")
+
+    def _is_far(self, progress: float, others: Sequence[float]) -> bool:
+        # NaN is far, too.
+        return len(others) >= MIN_POSITIONS and not abs(progress - median(others)) <= self._furthest
+
+
+def positions(live: Sequence[Candidate]) -> list[float]:
+    """Return the progress of each peer that is training or done."""
+    return [each.progress for each in live if each.state in ("training", "done")]
+
+
+async def ask_for_positions(transport: Transport, live: Sequence[Candidate]) -> Sequence[Candidate]:
+    """Ask a few live peers for their current position. Peers that do not answer are left out."""
+
+    async def ask(peer: Candidate) -> Candidate | None:
+        try:
+            status = await transport.status(peer, timeout_s=POSITION_S)
+        except PeerError:
+            return None
+        return replace(peer, state=status.state, progress=status.progress)
+
+    callable_ = [peer for peer in live if peer.can_be_called]
+    asked = random.sample(callable_, min(len(callable_), POSITIONS_ASKED))
+    return [peer for peer in await asyncio.gather(*map(ask, asked)) if peer]
 
 
 async def fetch_spec(transport: Transport, donors: Sequence[Candidate], *, expected_digest: str) -> Spec:
@@ -181,12 +225,12 @@ async def fetch_state(
                 raise CorruptPayload("its state belongs to another model or has the wrong size")
             if manifest.progress <= newer_than:
                 raise PeerError("its last saved state is no newer than this peer's state")
-            await admission.check_position(donor.peer, manifest)
+            await admission.check_position(manifest.progress)
             await _fetch_chunks(transport, donor, manifest, kept, is_slow=is_slow, on_chunk=told, clock=clock)
-            await admission.check_state(donor.peer, manifest, target)
+            await asyncio.to_thread(admission.check_file, target)
         except (CheckpointError, CorruptPayload) as error:
             log.warning("could not fetch the state from %s: %s", donor.peer.address, error)
-            admission.refuse(donor.peer, str(error))
+            admission.refused[donor.peer.peer_id] = str(error)
             if not kept.missing:
                 kept.start_over()
                 if began_bytes:  # the fault may be in a chunk of another donor

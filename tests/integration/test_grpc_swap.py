@@ -15,7 +15,7 @@ import grpc
 import grpc.aio
 import pytest
 import torch
-from admitting import AnyState
+from admitting import admission_of
 from harness.loopback import LoopbackSwarm
 from harness.patience import AT_ONCE_S, PATIENCE_S, PATIENT, until
 from harness.processes import free_port
@@ -400,8 +400,10 @@ class Donor(Answering):
 
 
 async def fetch_from(donors: list[Candidate], target: Path) -> StateManifest | None:
+    here = transport()
+    admission = admission_of(SPEC, here)
     return await fetch_state(
-        transport(), donors, layout="layout", num_elements=9, num_bytes=NUM_BYTES, target=target, admission=AnyState()
+        here, donors, layout="layout", num_elements=9, num_bytes=NUM_BYTES, target=target, admission=admission
     )
 
 

@@ -39,9 +39,8 @@ from noloco_p2p.peer.stage_flow import StageFlow, StagePlan
 from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
 from noloco_p2p.trainer.inner_step import InnerStep
-from noloco_p2p.trainer.rms_gate import LEAST_FRAMES
 from noloco_p2p.trainer.stage import build_stage
-from noloco_p2p.trainer.stage_work import StageLoop
+from noloco_p2p.trainer.stage_work import LEAST_FRAMES, StageLoop
 from noloco_p2p.transfer.donor import StateServer
 
 T = TypeVar("T")
@@ -71,16 +70,15 @@ class StagePeer:
     async def start(self) -> None:
         spec, swarm = self.swarm.spec, self.swarm
         hello = Hello(self.peer_id, spec.name, spec.digest())  # without a layout, which differs between stages
-        self.service = self._swap_service()
+        self.service, self.find = self._swap_service(), swarm.find
         self.flow = StageFlow(
             StagePlan(spec, self.stage, self.work, self._rooms, 0.0, self._batches() if self.stage == 0 else None),
             self.identity,
             lambda: hello,
-            heads=cast(Any, self),
-            live=lambda: [peer.candidate for peer in swarm.peers if peer is not self],
-            strike=self.strike,
+            cast(Any, self),
+            bans=cast(Any, self),
             connector=Connector(self.session),
-            find=swarm.find,
+            is_closed=lambda: False,
         )
         self.server = GrpcServer(self.service, session=self.session, serve_flow=self.flow.links.serve)
         await self.server.start("127.0.0.1", 0)
@@ -134,6 +132,15 @@ class StagePeer:
     def candidate(self) -> Candidate:
         return Candidate(self.peer_id, f"127.0.0.1:{self.server.port}", stage=self.stage, session_key=self.session.key)
 
+    # its `LivePeers`, the heads in it, and its `BanList`
+
+    def reached(self) -> Sequence[Candidate]:
+        return [peer.candidate for peer in self.swarm.peers if peer is not self]
+
+    @property
+    def heads(self) -> StagePeer:
+        return self
+
     def __contains__(self, head: object) -> bool:
         return head in self.swarm.listed
 
@@ -145,6 +152,9 @@ class StagePeer:
 
     def strike(self, peer: str, why: str) -> None:
         self.strikes.append(why)
+
+    def why(self, peer: str) -> str:
+        return ""
 
     async def stop(self) -> None:
         """Stop without a farewell."""

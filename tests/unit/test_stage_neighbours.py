@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from noloco_p2p.flow.neighbours import Few
 from noloco_p2p.gossip.seams import Candidate
-from noloco_p2p.peer.network import LivePeers
+from noloco_p2p.peer.live_peers import LivePeers
 
 
 class Directory:
