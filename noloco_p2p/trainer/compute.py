@@ -1,8 +1,11 @@
-"""Choose how this machine computes an inner step. Apart from rounding, these settings do not change the result."""
+"""Choose how this machine computes an inner step. Apart from rounding, these settings do not change the result.
+
+How many sequences fit into memory at a time is found out by measuring a single one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,10 +14,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from noloco_p2p.devices import has_fast_bf16, has_own_memory
+from noloco_p2p.devices import free_and_total_bytes, free_memory, has_fast_bf16, has_own_memory
 from noloco_p2p.errors import SettingsError
 from noloco_p2p.settings import DEVICE, DEVICES, PeerSettings
 from noloco_p2p.spec import TrainerSpec
+
+USED_SHARE = 0.8  # share of the free memory that is used, because allocators lose some to fragmentation
+MOMENT_BYTES = 8  # per trainable parameter; the optimizer allocates them at its first step
+# The peak of a forward and backward pass, relative to the memory that is kept between the two. It is used on devices
+# that do not report the peak.
+TEMPORARY = 1.5
 
 
 def choose_device(name: str, gpu: int | None = None) -> torch.device:
@@ -160,3 +169,54 @@ def micro_batches(
 def _cut(num: int, num_parts: int, part: int) -> int:
     """Return the index at which part number `part` begins when `num` items are split as evenly as possible."""
     return num * part // num_parts
+
+
+def free_bytes(device: torch.device, *, num_parameters: int, has_moments: bool) -> int:
+    """Return the bytes on `device` that remain free for activations once the optimizer has allocated its moments.
+
+    `has_moments` says whether the moments are on that device.
+    """
+    moments = MOMENT_BYTES * num_parameters if has_moments else 0
+    if device.type == "cpu":
+        return max(0, free_memory() - moments)
+    free, _ = free_and_total_bytes(device)
+    if not has_own_memory(device):
+        free = min(free, free_memory())
+    return max(0, free - moments)
+
+
+def sequence_bytes(backward: Callable[[Tensor], object], sequence: Tensor, device: torch.device) -> int:
+    """Return the memory that the forward and backward passes of one sequence, of shape (1, tokens), need.
+
+    Weights and gradients are not included. On an accelerator, the result is the measured peak. The CPU and MPS do not
+    measure a peak, so the result is 1.5 times the memory that autograd keeps between the two passes.
+    """
+    if not has_own_memory(device):
+        with torch.compiler.set_stance("force_eager"):
+            return max(1, int(TEMPORARY * _kept_bytes(backward, sequence)))
+    accelerator = torch.get_device_module(device)
+    backward(sequence)  # allocates gradients, workspaces and compiled code, whatever the number of sequences
+    before = accelerator.memory_allocated(device)
+    accelerator.reset_peak_memory_stats(device)
+    backward(sequence)
+    return max(1, accelerator.max_memory_allocated(device) - before)
+
+
+def fitting(free_bytes: int, sequence_bytes: int, *, largest: int) -> int:
+    """Return the number of sequences that fit into memory at a time, from 1 to `largest`."""
+    return max(1, min(largest, int(USED_SHARE * free_bytes) // sequence_bytes))
+
+
+def _kept_bytes(backward: Callable[[Tensor], object], sequence: Tensor) -> int:
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        whole = tensor if tensor._base is None else tensor._base
+        if not whole.is_leaf:  # weights, views of them and inputs exist anyway
+            storage = tensor.untyped_storage()
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        backward(sequence)
+    return sum(kept.values())

@@ -18,9 +18,8 @@ from noloco_p2p.optim.inner import learning_rate, make_inner_optimizers
 from noloco_p2p.outer.optimizer_state import flatten_optimizers, restore_optimizers
 from noloco_p2p.spec import TrainSpec
 from noloco_p2p.telemetry.progress import Progress
-from noloco_p2p.trainer.compute import Compute, local, micro_batches
+from noloco_p2p.trainer.compute import Compute, fitting, free_bytes, local, micro_batches, sequence_bytes
 from noloco_p2p.trainer.evaluate import evaluate_loss
-from noloco_p2p.trainer.memory import fitting, free_bytes, sequence_bytes
 from noloco_p2p.trainer.model import causal_lm_loss, hidden_matrices
 from noloco_p2p.trainer.offload import OffloadedOptimizer
 

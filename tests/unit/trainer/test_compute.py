@@ -17,9 +17,8 @@ from noloco_p2p.errors import ModelError, SettingsError
 from noloco_p2p.optim.inner import make_inner_optimizer
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.spec import ModelSpec, TrainSpec
-from noloco_p2p.trainer.compute import Compute, blocks, micro_batches, switch_on
+from noloco_p2p.trainer.compute import Compute, fitting, micro_batches, sequence_bytes, switch_on
 from noloco_p2p.trainer.inner_step import InnerStep
-from noloco_p2p.trainer.memory import fitting, sequence_bytes
 from noloco_p2p.trainer.model import build_model
 from noloco_p2p.trainer.offload import OffloadedOptimizer
 
@@ -213,12 +212,6 @@ def test_what_a_model_draws_is_that_of_the_step_it_is_in() -> None:
     inner = make(model=Dropping())
     first, other, again = (float(inner.backward(batch(), seed=seed)) for seed in (7, 8, 7))
     assert first == again != other
-
-
-def test_blocks_are_the_layers_that_a_model_repeats() -> None:
-    model = build_model(MODEL, sequence_length=16)
-    assert [type(block).__name__ for block in blocks(model)] == ["LlamaDecoderLayer"] * 2
-    assert blocks(nn.Linear(2, 2)) == []
 
 
 def test_what_a_container_caches_of_files_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

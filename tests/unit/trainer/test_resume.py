@@ -92,8 +92,3 @@ def test_the_losses_after_a_stop_are_those_without_it(
     assert [event["step"] for event in events(tmp_path / "whole", "evaluated")] == [0, 4, 8, 11]
     step_tokens = SPEC.train.batch_size * SPEC.data.sequence_length
     assert last.meta["metrics"]["tokens"] == whole.meta["metrics"]["tokens"] == NUM_STEPS * step_tokens
-
-
-def test_the_last_k_checkpoints_are_kept(tmp_path: Path) -> None:
-    train(tmp_path, NUM_STEPS)
-    assert len(list((tmp_path / "checkpoints").glob("*-step-*"))) == PeerSettings().keep_checkpoints

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     CONFIG_MAPPING,
-    AutoModelForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -475,14 +474,6 @@ def test_a_cut_of_another_model_and_sequences_too_long_are_refused(tmp_path: Pat
         build_stage(spec, (2, 3), index=0, sequence_length=TOKENS, folders=folders)
     with pytest.raises(ModelError, match=r"is 33, .* only 32 positions"):
         build_stage(spec, (2, 2), index=0, sequence_length=33, folders=folders)
-
-
-def test_a_model_without_sdpa_can_be_trained_whole(tmp_path: Path) -> None:
-    """Gemma2 caps attention logits, which sdpa cannot do."""
-    spec, folders = named(config_of("gemma2 tied"), tmp_path, parameter_seeds=False)
-    model = build_model(spec, sequence_length=TOKENS, folders=folders)
-    assert isinstance(model, type(AutoModelForCausalLM.from_config(model.config)))
-    assert model.config._attn_implementation == "eager"
 
 
 def test_a_seed_on_the_cpu_leaves_accelerators_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,6 @@ class StagedPeer(MemoryPeer):
     def begin(self, settings: PeerSettings, others: Sequence[Candidate]) -> Peer:
         self.settings, self.others = settings, others
         self.progress = Progress()
-        self.stages = self
         self.leave_requested, self.pause_requested = threading.Event(), threading.Event()
         self.run_folder.mkdir(parents=True, exist_ok=True)
         return cast("Peer", self)
@@ -50,18 +49,13 @@ class StagedPeer(MemoryPeer):
     def members(self) -> Sequence[Candidate]:
         return self.others
 
-    def mates(self) -> Sequence[Candidate]:
-        return [other for other in self.others if other.stage == self.stage]
-
     def answering(self) -> Sequence[Candidate]:
-        return self.mates()
+        return [other for other in self.others if other.stage == self.stage]
 
     def hold(self, stage: int) -> None:
         self.stage = stage
 
     def look_around(self) -> None: ...
-
-    def tell_long_swaps(self, tell: object) -> None: ...
 
     def restore_metrics(self, values: dict[str, Any]) -> None:
         for name, value in values.items():
