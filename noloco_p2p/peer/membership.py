@@ -9,7 +9,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -22,9 +22,8 @@ from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.outer.saved_state import read_state
 from noloco_p2p.outer.weights import vectors_of
-from noloco_p2p.peer.network import ASK_AGAIN_S, ENTER_TIMEOUT_S, Network
+from noloco_p2p.peer.network import ASK_AGAIN_S, ENTER_TIMEOUT_S, AnyFlow, Network
 from noloco_p2p.peer.network_thread import START_TIMEOUT_S
-from noloco_p2p.peer.stage_flow import StageFlow, StagePlan
 from noloco_p2p.swarm.directory import find_somebody
 from noloco_p2p.telemetry.console import duration, named
 from noloco_p2p.ticket import Ticket
@@ -107,9 +106,11 @@ class Membership:
         """Set the stages that this peer waits for because no peer holds them. `noloco status` shows them."""
         self._network.status.waits_for_stages = tuple(stages)
 
-    def start_flow(self, plan: StagePlan) -> StageFlow:
-        """Take part in the pipeline. Other peers find this one in the directory and send it microbatches."""
-        return self._network.thread.call(self._network.start_flow(plan), START_TIMEOUT_S)
+    def start_flow(self, make: Callable[[Network], AnyFlow]) -> AnyFlow:
+        """Take part in the pipeline with what `make` returns. Other peers find this one in the directory and send it
+        microbatches.
+        """
+        return self._network.thread.call(self._network.start_flow(make), START_TIMEOUT_S)
 
     def stop_flow(self) -> None:
         """Stop taking part in the pipeline, before this peer holds another stage."""

@@ -10,12 +10,12 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import asdict, replace
 from threading import Event
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from noloco_p2p.bans import BanList
 from noloco_p2p.control import ControlServer, Handler
@@ -26,7 +26,7 @@ from noloco_p2p.gossip.seams import Outside
 from noloco_p2p.gossip.service import PeerService
 from noloco_p2p.identity import Identity
 from noloco_p2p.net.client import GrpcTransport
-from noloco_p2p.net.connection import Connector
+from noloco_p2p.net.flow import FlowLinks
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.session import Session
 from noloco_p2p.net.throttle import Limits
@@ -36,7 +36,6 @@ from noloco_p2p.peer.network_thread import START_TIMEOUT_S, NetworkThread
 from noloco_p2p.peer.pausing import Pausing, watch_machine
 from noloco_p2p.peer.reachability import Reachability
 from noloco_p2p.peer.run_folder import Ports, find_invitation, folder_of, read_spec, write_run
-from noloco_p2p.peer.stage_flow import StageFlow, StagePlan
 from noloco_p2p.settings import PeerSettings, split_address
 from noloco_p2p.spec import Spec
 from noloco_p2p.swarm.dial_back import Reach
@@ -118,6 +117,23 @@ def _counted(counts: Counts, relayed_bytes: int) -> dict[str, int]:
     }
 
 
+class Flow(Protocol):
+    """What a peer tells others about its pipeline: the `trainer.stage_flow.StageFlow` of a peer that holds a stage."""
+
+    links: FlowLinks
+    num_stages: int
+
+    @property
+    def sends_to(self) -> tuple[str, ...]: ...
+
+    def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+
+AnyFlow = TypeVar("AnyFlow", bound=Flow)
+
+
 class Network:
     """The parts of a peer that live on its network thread, and what they tell other peers about this one.
 
@@ -160,7 +176,7 @@ class Network:
             upload_bytes_per_s=settings.upload_bytes_per_s, download_bytes_per_s=settings.download_bytes_per_s
         )
         self.states = StateServer()
-        self.stage_flow: StageFlow | None = None
+        self.stage_flow: Flow | None = None
         self.target = target
         self._settings = settings
         self._entrances = [*settings.bootstrap, *(() if is_spec else target.addresses)]
@@ -272,19 +288,10 @@ class Network:
         self._parts.push_async_callback(server.stop)
         self.metrics_address = f"{host}:{server.port}"
 
-    async def start_flow(self, plan: StagePlan) -> StageFlow:
-        """Take part in the pipeline with the stage of `plan`."""
-        guard = self.directory.node.guard
-        flow = StageFlow(
-            plan,
-            self.identity,
-            self.hello,
-            self.live_peers,
-            bans=self.bans,
-            connector=Connector(self.session, self.limits, why_banned=self.bans.why, guard=guard),
-            is_closed=self.reachability.is_closed,
-        )
-        self.stage_flow, self.server.serve_flow = flow, flow.links.serve
+    async def start_flow(self, make: Callable[[Network], AnyFlow]) -> AnyFlow:
+        """Take part in the pipeline."""
+        self.stage_flow = flow = make(self)
+        self.server.serve_flow = flow.links.serve
         flow.start()
         return flow
 

@@ -1,15 +1,10 @@
-"""Measure the machine while it trains: its memory use, and the model FLOPs utilisation (MFU) of its accelerator."""
+"""Measure how fast the machine trains: the speed of a pipeline, and the FLOPs utilisation (MFU) of an accelerator."""
 
 from __future__ import annotations
 
 from collections import deque
 
-import psutil
-import torch
-from torch import Tensor, nn
-
-from noloco_p2p.devices import describe, peak_bytes
-from noloco_p2p.telemetry.metrics import Metrics
+from torch import nn
 
 # Peak rates for dense bf16 on the matrix cores, in flops per second, from the vendors' data sheets. Each key is a part
 # of a device's name, and the first match is used. Without a match, no MFU is reported, because it would be a guess.
@@ -35,34 +30,6 @@ PEAKS = {
 
 RECENT_S = 30.0
 SHORTEST_S = 1.0  # the shortest time over which a speed is measured
-
-
-class Gauges:
-    """The gauges of a model on one device, or of a model that is sharded over several devices.
-
-    `take` writes them to the metrics with each report.
-    """
-
-    def __init__(self, model: nn.Module, device: torch.device, *, sequence_length: int, num_devices: int = 1) -> None:
-        self._device = device
-        self._flops_per_token = flops_per_token(model, sequence_length=sequence_length)
-        peak = peak_flops(describe(device)) if device.type == "cuda" else None
-        self._peak = peak and peak * num_devices
-        self._waited_s = 0.0
-
-    def take(self, metrics: Metrics, *, gradient_norm: Tensor | None, waited_s: float) -> None:
-        """Update the gauges in `metrics`, whose `tokens_per_s` must be current. This synchronises with the accelerator.
-
-        `waited_s` is the total time that training has waited for data.
-        """
-        metrics.data_wait_s, self._waited_s = waited_s - self._waited_s, waited_s
-        metrics.gradient_norm = None if gradient_norm is None else float(gradient_norm)
-        if self._peak:
-            metrics.mfu = metrics.tokens_per_s * self._flops_per_token / self._peak
-        if self._device.type == "cpu":
-            metrics.memory_bytes = psutil.Process().memory_info().rss
-        else:
-            metrics.memory_bytes = peak_bytes(self._device)
 
 
 class RecentSpeed:

@@ -125,11 +125,7 @@ def _build(spec: TrainerSpec, stage: int | None, folders: Mapping[str, str] | No
 
 
 class LiveRun:
-    """A run that peers are training, as seen from outside.
-
-    `folders` maps the names of bound models to their folders. `shuffle` reorders the peers before they are asked one by
-    one.
-    """
+    """A run that peers are training, as seen from outside. `folders` maps the names of bound models to their folders."""
 
     def __init__(
         self,
@@ -139,14 +135,12 @@ class LiveRun:
         live: Callable[[], Sequence[Candidate]],
         progress: Progress,
         folders: Mapping[str, str] | None,
-        shuffle: Callable[[list[Candidate]], None] = random.shuffle,
     ) -> None:
         self.spec = spec
         self.progress = progress
         self.folders = folders
         self._transport = transport
         self._live = live
-        self._shuffle = shuffle
 
     def stages(self) -> Sequence[int | None]:
         """Return the stages that together form a whole model, or [None] if each peer holds the whole model."""
@@ -179,7 +173,7 @@ class LiveRun:
         check_file = partial(read_state, expected=vectors)
         admission = Admission(spec, self._transport, live=live, check_file=check_file)
         peers = [peer for peer in live() if peer.can_be_called]
-        self._shuffle(peers)
+        random.shuffle(peers)
         wanted = min(sample or len(peers), len(peers))
         states: dict[str, Tensor] = {}  # memory-mapped
         num_asked = 0

@@ -20,18 +20,18 @@ from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.outer.checkpoint import Checkpoints
 from noloco_p2p.peer.peer import Peer
 from noloco_p2p.peer.run_folder import stage_folder
-from noloco_p2p.peer.stage_flow import StagePlan
 from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.telemetry.console import count, numbered_stages
-from noloco_p2p.trainer.base import TrainerBase
 from noloco_p2p.trainer.compute import Compute, choose_device
 from noloco_p2p.trainer.cut import cut_of
 from noloco_p2p.trainer.gauges import RecentSpeed
 from noloco_p2p.trainer.inner_step import InnerStep
+from noloco_p2p.trainer.loop import TrainerBase
 from noloco_p2p.trainer.model import build_tokenizer, check_vocabulary
 from noloco_p2p.trainer.needs import Needs
 from noloco_p2p.trainer.stage import Stage, build_stage, train_of_stage
 from noloco_p2p.trainer.stage_choice import StageNeeds, draw_stage, missing_stages, needier_stage
+from noloco_p2p.trainer.stage_flow import StageFlow
 from noloco_p2p.trainer.stage_work import StageLoop
 from noloco_p2p.trainer.start import has_start, load_start, revive
 
@@ -218,8 +218,10 @@ class StageTrainer(TrainerBase):
         spec, work = self.spec, self.work
         room_bytes = 2 * work.forward_bytes + work.backward_bytes  # the encoded input, output and gradient
         rooms = num_rooms(spec, most=int(ROOM_SHARE * free_memory()) // room_bytes)
-        plan = StagePlan(spec, self.stage, work, rooms, self.outer.progress, self.batches)
-        self._flow = self.peer.membership.start_flow(plan)
+        progress, batches = self.outer.progress, self.batches
+        self._flow = self.peer.membership.start_flow(
+            lambda network: StageFlow(network, work, num_rooms=rooms, progress=progress, batches=batches)
+        )
 
     def _turn(self) -> bool:
         """Compute the next task, or wait briefly for one.

@@ -51,7 +51,7 @@ class StageWork:
     """
 
     def __init__(self, stage: Stage, spec: TrainerSpec) -> None:
-        self.stage = stage
+        self.stage, self.spec = stage, spec
         self.loss_sum, self.loss_tokens = 0.0, 0  # only in a head
         self.evaluated_sum, self.evaluated_tokens = 0.0, 0
         pipeline = spec.pipeline

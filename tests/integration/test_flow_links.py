@@ -206,15 +206,6 @@ async def test_when_both_dial_at_once_one_stream_stands_and_no_frame_is_lost() -
                 node.frames.clear()
 
 
-async def test_a_peer_that_nobody_can_dial_is_told_as_closed() -> None:
-    async with town((LOW, 0)) as (_, [node]):
-        gone = identity_of("gone").peer_id
-        node.links.send(gone, Lost(id_of(1)))
-        await until(lambda: node.events)
-        assert node.events == [("closed", gone)]
-        assert node.links.stages == {}
-
-
 async def test_urgent_frames_overtake_a_forward_and_time_in_the_queue_counts() -> None:
     async with town((LOW, 0), (HIGH, 1)) as (_, [node, other]):
         node.links.open(other.peer_id)

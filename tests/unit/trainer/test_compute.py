@@ -132,13 +132,6 @@ def test_out_of_memory_halves_what_is_done_at_a_time_and_goes_on(
     assert torch.allclose(gradient(narrow), gradient(plain), atol=1e-6), "nothing of the failed attempts is left"
 
 
-def test_another_error_is_not_taken_for_a_lack_of_memory() -> None:
-    narrow = make(model=Narrow(2, RuntimeError("the shapes do not match")))
-    with pytest.raises(RuntimeError, match="the shapes do not match"):
-        narrow.backward(batch())
-    assert narrow.micro_batch == 0
-
-
 def test_a_sequence_that_does_not_fit_is_an_error_with_advice() -> None:
     with pytest.raises(ModelError, match=r"with a micro-batch size of 1; .*--activation-checkpointing"):
         make(model=Narrow(0)).backward(batch())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -13,7 +12,6 @@ from typing import Any
 
 import pytest
 from admitting import admission_of
-from blake3 import blake3
 from harness.specs import published
 
 from noloco_p2p.errors import Refused, Unreachable
@@ -33,7 +31,7 @@ from noloco_p2p.gossip.frames import (
 from noloco_p2p.gossip.seams import Candidate, FrameStream
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.memory import MemoryNetwork, MemoryTransport
-from noloco_p2p.transfer import fetch, kept_chunks
+from noloco_p2p.transfer import fetch
 from noloco_p2p.transfer.donor import StateServer, describe_state
 from noloco_p2p.transfer.fetch import fetch_spec, fetch_state
 
@@ -159,17 +157,6 @@ def test_verified_chunks_are_kept_when_a_donor_dies_and_the_rest_comes_from_anot
     assert [want.indices for want in second_donor.asked if isinstance(want, WantChunks)] == [(2, 3)], "nothing twice"
 
 
-def test_progress_is_the_verified_bytes_and_ends_at_all_of_them(fetching: Fetching) -> None:
-    """The first donor dies half-way, and the last chunk is shorter than the others."""
-    fetching.donor(1, dies_after_two_chunks)
-    fetching.donor(2)
-    told: list[tuple[int, int]] = []
-    fetching.run(on_progress=lambda done, total: told.append((done, total)))
-    assert NUM_BYTES % STATE_CHUNK_BYTES, "the last chunk is a short one"
-    steps = [index * STATE_CHUNK_BYTES for index in range(4)]
-    assert told == [(done, NUM_BYTES) for done in (*steps, NUM_BYTES)]
-
-
 @pytest.mark.parametrize("alter", [damages_the_second_chunk, sends_chunks_backwards, stops_early, sends_nothing])
 def test_what_a_bad_donor_sends_is_not_kept(fetching: Fetching, alter: Alter) -> None:
     (_, first), (_, second) = fetching.donor(1, alter), fetching.donor(2)
@@ -232,29 +219,6 @@ def test_without_a_donor_every_reason_is_told(fetching: Fetching) -> None:
     fetching.network.listed["dead-1"] = fetching.network.listed["dead-2"] = None
     with pytest.raises(Unreachable, match=r"dead-1.*dead-2"):
         asyncio.run(fetch_spec(fetching.transport, fetching.candidates(), expected_digest=SPEC.digest()))
-
-
-def test_eight_newcomers_at_once_are_all_served_by_one_donor(fetching: Fetching, tmp_path: Path) -> None:
-    """The donor serves two at a time, and the others ask again."""
-    served: list[int] = []
-
-    async def counted(items: AsyncGenerator[FetchItem]) -> AsyncGenerator[FetchItem]:
-        async with aclosing(items):
-            async for item in items:
-                if isinstance(item, StateChunk):
-                    served.append(item.index)
-                    await asyncio.sleep(0.001)
-                yield item
-
-    _, data = fetching.donor(1, counted)
-
-    async def main() -> None:
-        targets = [tmp_path / f"newcomer-{number}" for number in range(8)]
-        await asyncio.gather(*(fetching.fetch(target=target) for target in targets))
-        assert all(target.read_bytes() == data for target in targets)
-
-    asyncio.run(main())
-    assert sorted(served) == sorted(8 * [0, 1, 2, 3]), "nothing comes twice"
 
 
 class Clock:
@@ -326,15 +290,6 @@ def test_a_slow_donor_is_left_for_one_that_may_be_faster(fetching: Fetching, fir
     assert len(slow.asked) == 2
 
 
-def test_of_slow_donors_the_fastest_is_used(fetching: Fetching) -> None:
-    clock = Clock()
-    slowest, _ = fetching.donor(1, clock.sends(0.01e6))
-    less_slow, _ = fetching.donor(2, clock.sends(0.05e6))
-    fetching.run(clock=clock)
-    assert [len(donor.asked) for donor in (slowest, less_slow)] == [2, 2]
-    assert len(fetching.donors) == 2
-
-
 def test_a_slow_donor_is_used_while_there_is_no_other(fetching: Fetching) -> None:
     clock = Clock()
     (slow, data), _ = fetching.donor(1, clock.sends(0.01e6)), fetching.donor(2, refused_first(1000))
@@ -364,22 +319,6 @@ def test_a_newcomer_that_starts_again_asks_only_for_what_it_lacks(fetching: Fetc
     assert told[0] == kept
     assert [want.indices for want in second_donor.asked if isinstance(want, WantChunks)] == [(2, 3)]
     assert not list(fetching.folder.glob("*.digests"))
-
-
-def test_hashes_do_not_hold_the_loop(fetching: Fetching, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads: list[str] = []
-
-    def noted(data: bytes) -> Any:
-        threads.append(threading.current_thread().name)
-        return blake3(data)
-
-    fetching.donor(1, dies_after_two_chunks)
-    fetching.run()
-    fetching.donor(2)
-    monkeypatch.setattr(kept_chunks, "blake3", noted)
-    assert fetching.run()[0] is not None
-    assert len(threads) == 2, "two chunks that were kept"
-    assert threading.current_thread().name not in threads
 
 
 @pytest.mark.parametrize("spoil", ["torn", "old", "other size"])
