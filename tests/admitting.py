@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 
 from noloco_p2p.errors import Refused
 from noloco_p2p.gossip.frames import FetchItem, FetchWant, Hello, PeerStatus, other_kind
+from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.gossip.seams import Candidate, FrameStream, Transport
 from noloco_p2p.spec import Spec
 from noloco_p2p.transfer.fetch import Admission
@@ -32,6 +33,13 @@ class Admitting:
         yield
 
 
-def admission_of(spec: Spec, transport: Transport, *, live: Callable[[], Sequence[Candidate]] = tuple) -> Admission:
-    """Return an admission that accepts every file, and every position while no live peer is known."""
-    return Admission(spec, transport, live=live, check_file=lambda path: None)
+def admission_of(
+    spec: Spec, transport: Transport, *, num_bytes: int = 0, live: Callable[[], Sequence[Candidate]] = tuple
+) -> Admission:
+    """Return an admission for states with the layout "layout" and 10 elements.
+
+    It accepts every file, and every position while no live peer is known.
+    """
+    admission = Admission(spec, transport, ModelLayout(()), live=live, check_file=lambda path: None)
+    admission.layout, admission.num_elements, admission.num_bytes = "layout", 10, num_bytes
+    return admission

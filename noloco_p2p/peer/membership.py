@@ -27,7 +27,7 @@ from noloco_p2p.peer.network_thread import START_TIMEOUT_S
 from noloco_p2p.swarm.directory import find_somebody
 from noloco_p2p.telemetry.console import duration, named
 from noloco_p2p.ticket import Ticket
-from noloco_p2p.transfer.donor import SavedState, state_file_bytes
+from noloco_p2p.transfer.donor import SavedState
 from noloco_p2p.transfer.fetch import (
     Admission,
     ask_for_positions,
@@ -41,7 +41,7 @@ from noloco_p2p.transfer.kept_chunks import forget
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-LOOK_AROUND_S = 10.0  # the same without a ticket, in which case there may be no live peer
+LOOK_AROUND_S = 10.0  # for finding a live peer without a ticket; there may be none
 HOLD_S = 10.0  # in which swaps may end before a pause
 ANSWER_S = 120.0  # for quick requests, on a slow machine
 FETCH_STATE_TIMEOUT_S = 24 * 3600.0  # long, because a starting peer has nothing else to do
@@ -118,13 +118,26 @@ class Membership:
 
     # fetching states
 
-    def look_around(self) -> None:
-        """Wait until a live peer is known, if one is expected.
+    def look_around(self) -> Sequence[Candidate]:
+        """Wait until a live peer is known, if one is expected, and return those that may have a state.
 
-        Raises Left, or Unreachable if this peer has a ticket and no peer is live.
+        The result is empty if this peer is the first. Peers that are behind come last. Raises Left, or Unreachable if
+        this peer has a ticket and no peer is live.
         """
+
+        async def find() -> Sequence[Candidate]:
+            net = self._network
+            if isinstance(net.target, Ticket):
+                await find_somebody(net.target, net.directory, timeout_s=ENTER_TIMEOUT_S)
+            elif net.expects_others:
+                await net.directory.wait_for_peers(LOOK_AROUND_S)
+            return [peer for peer in net.live_peers.live() if can_give(peer)]
+
         with self._network.progress.task("looking for live peers"):
-            self._answer(self._look_around())
+            donors = list(self._answer(find()))
+        random.shuffle(donors)
+        middle = median([donor.progress for donor in donors] or [0.0])
+        return sorted(donors, key=lambda donor: donor.progress < middle)
 
     def _fetch_first(self, target: Path) -> StateManifest | None:
         """Fetch the state of a live peer into `target`, and return its manifest, or None if no peer has a state.
@@ -136,7 +149,7 @@ class Membership:
         be written; and ModelError if live peers train another model. The ModelError names the first tensor that
         differs.
         """
-        donors, told = self._look_for_donors(), False
+        donors, told = self.look_around(), False
         while donors:
             manifest = self._fetch_state(donors, target=target, timeout_s=FETCH_STATE_TIMEOUT_S)
             if manifest:
@@ -154,7 +167,7 @@ class Membership:
                 log.warning("no peer of the run is answering; waiting until one does or all records have expired")
             if self._network.leaving.wait(ASK_AGAIN_S):
                 raise Left("asked to leave before any peer of the run answered")
-            donors = self._look_for_donors()
+            donors = self.look_around()
         if told and not donors and self._network.live_peers.stage is not None:
             raise Unreachable("the peers that held this stage are gone; restart this peer to wait for their return")
         return None
@@ -174,7 +187,7 @@ class Membership:
     def rescue(self, *, target: Path) -> StateManifest | None:
         """Fetch the state of a live peer into `target`, because this peer's own weights are lost."""
         try:
-            donors = self._look_for_donors()
+            donors = self.look_around()
             return self._fetch_state(donors, target=target, timeout_s=CATCH_UP_TIMEOUT_S)
         except (Left, Unreachable, CheckpointError, TimedOut, TimeoutError) as error:
             log.error("no live peer gave its state: %s", error)
@@ -238,31 +251,9 @@ class Membership:
         random.shuffle(ahead)
         return ahead
 
-    def _look_for_donors(self) -> Sequence[Candidate]:
-        with self._network.progress.task("looking for live peers"):
-            return self._answer(self._find_donors())
-
     def _answer(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a quick request on the network thread, and return the answer. Raises Left."""
         return self._network.thread.call(coroutine, ANSWER_S, leaving=self._network.leaving)
-
-    async def _look_around(self) -> None:
-        net = self._network
-        if isinstance(net.target, Ticket):
-            await find_somebody(net.target, net.directory, timeout_s=ENTER_TIMEOUT_S)
-        elif net.expects_others:
-            await net.directory.wait_for_peers(LOOK_AROUND_S)
-
-    async def _find_donors(self) -> Sequence[Candidate]:
-        """Return the live peers that may have a state, or an empty list if this peer is the first.
-
-        Raises Unreachable.
-        """
-        await self._look_around()
-        donors = [peer for peer in self._network.live_peers.live() if can_give(peer)]
-        random.shuffle(donors)
-        middle = median([donor.progress for donor in donors] or [0.0])
-        return sorted(donors, key=lambda donor: donor.progress < middle)  # peers that are behind come last
 
     def _fetch_state(
         self,
@@ -279,11 +270,8 @@ class Membership:
                 fetching = fetch_state(
                     net.transport,
                     donors,
-                    layout=layout.digest(),
-                    num_elements=layout.num_elements,
-                    num_bytes=state_file_bytes(layout.num_elements, net.spec.outer),
+                    Admission(net.spec, net.transport, layout, live=net.live_peers.live, check_file=check_file),
                     target=target,
-                    admission=Admission(net.spec, net.transport, live=net.live_peers.live, check_file=check_file),
                     newer_than=newer_than,
                     live=net.live_peers.live,
                     patience_s=math.inf,

@@ -303,7 +303,8 @@ class Network:
     async def _leave(self) -> None:
         self.status.change("leaving")
         self.service.state = "leaving"
-        await self.stop_flow()
+        if self.stage_flow:
+            await self.stage_flow.stop()
         # If a copy announced that it is leaving, others would think that the other copy is leaving.
         if self.status.has_entered and self.fault is None:
             await self.directory.say_farewell()

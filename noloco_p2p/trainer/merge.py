@@ -41,7 +41,6 @@ from noloco_p2p.ticket import Ticket
 from noloco_p2p.trainer.cut import cut_of
 from noloco_p2p.trainer.model import build_model
 from noloco_p2p.trainer.stage import build_part
-from noloco_p2p.transfer.donor import state_file_bytes
 from noloco_p2p.transfer.fetch import Admission, fetch_spec, fetch_state
 from noloco_p2p.transfer.kept_chunks import forget
 
@@ -125,7 +124,10 @@ def _build(spec: TrainerSpec, stage: int | None, folders: Mapping[str, str] | No
 
 
 class LiveRun:
-    """A run that peers are training, as seen from outside. `folders` maps the names of bound models to their folders."""
+    """A run that peers are training, as seen from outside.
+
+    `folders` maps the names of bound models to their folders.
+    """
 
     def __init__(
         self,
@@ -167,11 +169,10 @@ class LiveRun:
 
         spec = self.spec
         model = _build(spec, stage, self.folders)
-        parameters = FlatParameters(model)
-        num_bytes = state_file_bytes(parameters.num_elements, spec.outer)
-        vectors = vectors_of(spec.outer, parameters.num_elements)
+        layout = FlatParameters(model).model_layout
+        vectors = vectors_of(spec.outer, layout.num_elements)
         check_file = partial(read_state, expected=vectors)
-        admission = Admission(spec, self._transport, live=live, check_file=check_file)
+        admission = Admission(spec, self._transport, layout, live=live, check_file=check_file)
         peers = [peer for peer in live() if peer.can_be_called]
         random.shuffle(peers)
         wanted = min(sample or len(peers), len(peers))
@@ -181,7 +182,7 @@ class LiveRun:
             tempfile.TemporaryDirectory(prefix="noloco-states-") as folder,
             self.progress.task("fetching states", unit="peers") as report_peers,
         ):
-            _check_room(Path(folder), wanted * num_bytes, num_peers=wanted)
+            _check_room(Path(folder), wanted * admission.num_bytes, num_peers=wanted)
             for peer in peers:
                 report_peers(len(states), wanted)
                 if len(states) == wanted:
@@ -191,14 +192,7 @@ class LiveRun:
                 try:
                     with self.progress.task(f"fetching the state of {named(peer.peer_id)}", unit="bytes") as report:
                         manifest = await fetch_state(
-                            self._transport,
-                            [peer],
-                            layout=parameters.layout(),
-                            num_elements=parameters.num_elements,
-                            num_bytes=num_bytes,
-                            target=target,
-                            admission=admission,
-                            on_progress=report,
+                            self._transport, [peer], admission, target=target, on_progress=report
                         )
                 except OSError as error:
                     why = f"the states fetched from peers cannot be written to {folder}: {error}"

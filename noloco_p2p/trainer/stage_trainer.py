@@ -88,7 +88,6 @@ class StageTrainer(TrainerBase):
         self.work = StageLoop(built, spec, self.inner_step, self.outer)
         self._microbatch_tokens = spec.pipeline.microbatch * spec.data.sequence_length
         self._begun = peer.metrics.microbatches, peer.metrics.lost_microbatches, peer.metrics.late_microbatches
-        self._loss_before = 0.0, 0
         self._evaluates_until_s: float | None = None
         self._looked_s = 0.0
         self._missing: list[int] = []
@@ -238,11 +237,9 @@ class StageTrainer(TrainerBase):
     def _step(self) -> bool:
         """Compute a task, and about once a second look at everything else. Return False at the end of training."""
         goes_on = self._turn()
-        now_s, metrics = time.monotonic(), self.peer.metrics
+        now_s = time.monotonic()
         if now_s - self._looked_s >= self._look_s:
             self._looked_s = now_s
-            if self.work.loss_tokens > self._loss_before[1]:
-                metrics.loss = self._loss_since()
             self._count()
             missing = missing_stages(
                 self.peer.membership.members(), own=self.stage, num_stages=self.spec.pipeline.stages
@@ -277,8 +274,10 @@ class StageTrainer(TrainerBase):
             self.switches_to = target
 
     def _count(self) -> None:
-        """Update the counters, the speed and the capacity."""
+        """Update the loss since the last report, which only a head knows, the counters, the speed and the capacity."""
         metrics, node, (done, lost, late) = self.peer.metrics, self._flow.node, self._begun
+        if self.work.loss_tokens:
+            metrics.loss = self.work.loss_sum / self.work.loss_tokens
         before, metrics.microbatches = metrics.microbatches, done + node.num_done
         self._count_tokens((metrics.microbatches - before) * self._microbatch_tokens)
         metrics.lost_microbatches, metrics.late_microbatches = lost + node.num_lost, late + node.num_late
@@ -289,15 +288,8 @@ class StageTrainer(TrainerBase):
             metrics.capacity = self._microbatch_tokens / self.work.microbatch_s
 
     def _measure(self) -> None:
-        self.peer.metrics.loss = self._loss_since()
-        self._loss_before = self.work.loss_sum, self.work.loss_tokens
         self._count()
-
-    def _loss_since(self) -> float | None:
-        """On a head, return the mean loss since the last report, or the last known loss if there is none."""
-        sum_before, tokens_before = self._loss_before
-        tokens = self.work.loss_tokens - tokens_before
-        return (self.work.loss_sum - sum_before) / tokens if tokens else self.peer.metrics.loss
+        self.work.loss_sum, self.work.loss_tokens = 0.0, 0
 
     def _forget_speed(self) -> None:
         self._speed = RecentSpeed(time.monotonic(), self.work.steps, self._flow.node.num_done)

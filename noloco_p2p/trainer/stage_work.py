@@ -52,7 +52,7 @@ class StageWork:
 
     def __init__(self, stage: Stage, spec: TrainerSpec) -> None:
         self.stage, self.spec = stage, spec
-        self.loss_sum, self.loss_tokens = 0.0, 0  # only in a head
+        self.loss_sum, self.loss_tokens = 0.0, 0  # only in a head; the trainer sets them to 0 with each report
         self.evaluated_sum, self.evaluated_tokens = 0.0, 0
         pipeline = spec.pipeline
         self._activations = get_activation_codec(pipeline.activations)

@@ -41,6 +41,7 @@ from noloco_p2p.gossip.seams import Candidate, Transport
 from noloco_p2p.spec import Spec
 from noloco_p2p.telemetry.console import named
 from noloco_p2p.telemetry.progress import Report, ignore
+from noloco_p2p.transfer.donor import state_file_bytes
 from noloco_p2p.transfer.kept_chunks import KeptChunks
 
 log = logging.getLogger(__name__)
@@ -64,23 +65,33 @@ POSITION_S = 5.0  # the time that each peer has to answer
 class Admission:
     """The checks that a state must pass before it is used. Digests only prove that a state arrived intact.
 
-    `live` returns the live peers in the directory. `check_file` checks a whole file, and raises CheckpointError with
-    the reason. `refused` holds, by peer id, why a state was refused.
+    `layout` is that of this peer's own model. `live` returns the live peers in the directory. `check_file` checks a
+    whole file, and raises CheckpointError with the reason. `refused` holds, by peer id, why a state was refused.
     """
 
     def __init__(
         self,
         spec: Spec,
         transport: Transport,
+        layout: ModelLayout,
         *,
         live: Callable[[], Sequence[Candidate]],
         check_file: Callable[[Path], object],
     ) -> None:
+        self.layout, self.num_elements = layout.digest(), layout.num_elements
+        self.num_bytes = state_file_bytes(layout.num_elements, spec.outer)
         self.check_file = check_file
         self.refused: dict[str, str] = {}
         self._furthest = 2 * spec.furthest
         self._transport = transport
         self._live = live
+
+    def check_manifest(self, manifest: StateManifest) -> None:
+        """Raise CorruptPayload if a state belongs to another model."""
+        num_chunks = -(-self.num_bytes // STATE_CHUNK_BYTES)
+        found = (manifest.layout, manifest.num_elements, manifest.num_bytes, len(manifest.chunk_digests))
+        if found != (self.layout, self.num_elements, self.num_bytes, num_chunks):
+            raise CorruptPayload("its state belongs to another model or has the wrong size")
 
     async def check_position(self, progress: float) -> None:
         """Check the position that a donor claims against the records of live peers. Raises CheckpointError.
@@ -155,12 +166,9 @@ class _Donor:
 async def fetch_state(
     transport: Transport,
     peers: Sequence[Candidate],
-    *,
-    layout: str,
-    num_elements: int,
-    num_bytes: int,
-    target: Path,
     admission: Admission,
+    *,
+    target: Path,
     newer_than: float = -math.inf,
     live: Callable[[], Sequence[Candidate]] = tuple,
     patience_s: float = PATIENCE_S,
@@ -175,13 +183,13 @@ async def fetch_state(
     much faster. If a donor dies, the verified chunks are kept. If this program dies, they are kept in `target` for an
     hour. A state that fails `admission` is discarded.
 
-    `layout`, `num_elements` and `num_bytes` describe this peer's own state file. A state that differs is refused before
-    any chunk is fetched. A donor serves the last state that it saved, whose progress must exceed `newer_than`.
-    `on_progress` is called with the number of verified bytes and the total.
+    A donor serves the last state that it saved, whose progress must exceed `newer_than`. `on_progress` is called with
+    the number of verified bytes and the total.
 
     Returns the manifest of the donor that sent the last chunk, or None if no donor has a matching state. Raises OSError
     if `target` cannot be written.
     """
+    num_bytes = admission.num_bytes
     kept = await asyncio.to_thread(KeptChunks, target, num_bytes=num_bytes)
     on_progress(kept.done_bytes, num_bytes)
     donors = [_Donor(peer) for peer in peers]
@@ -219,10 +227,7 @@ async def fetch_state(
         began_bytes = kept.done_bytes
         try:
             manifest = await ask(transport, donor.peer, WantManifest(), StateManifest)
-            shape = (manifest.layout, manifest.num_elements, manifest.num_bytes)
-            num_chunks = -(-num_bytes // STATE_CHUNK_BYTES)
-            if shape != (layout, num_elements, num_bytes) or len(manifest.chunk_digests) != num_chunks:
-                raise CorruptPayload("its state belongs to another model or has the wrong size")
+            admission.check_manifest(manifest)
             if manifest.progress <= newer_than:
                 raise PeerError("its last saved state is no newer than this peer's state")
             await admission.check_position(manifest.progress)

@@ -248,11 +248,8 @@ async def enter(crowd: Crowd, target: Path, *, newer_than: float) -> StateManife
     return await fetch_state(
         transport,
         list(crowd.live()),  # the liar comes first
-        layout=layout.digest(),
-        num_elements=len(weights),
-        num_bytes=state_file_bytes(len(weights), SPEC.outer),
+        Admission(SPEC, transport, layout, live=crowd.live, check_file=check_file),
         target=target,
-        admission=Admission(SPEC, transport, live=crowd.live, check_file=check_file),
         newer_than=newer_than,
         live=crowd.live,
     )

@@ -389,7 +389,7 @@ class Donor(Answering):
         path = folder / name
         path.write_bytes(self.data)
         self.states = StateServer(SPEC)
-        self.states.saved = self.saved = describe_state(path, layout="layout", num_elements=9, progress=0.5)
+        self.states.saved = self.saved = describe_state(path, layout="layout", num_elements=10, progress=0.5)
         self.asked: list[FetchWant] = []
         self._alter = alter
         super().__init__(states=self.states)
@@ -401,10 +401,7 @@ class Donor(Answering):
 
 async def fetch_from(donors: list[Candidate], target: Path) -> StateManifest | None:
     here = transport()
-    admission = admission_of(SPEC, here)
-    return await fetch_state(
-        here, donors, layout="layout", num_elements=9, num_bytes=NUM_BYTES, target=target, admission=admission
-    )
+    return await fetch_state(here, donors, admission_of(SPEC, here, num_bytes=NUM_BYTES), target=target)
 
 
 async def test_spec_manifest_and_chunks_come_over_grpc(tmp_path: Path) -> None:

@@ -47,12 +47,6 @@ def loop_of() -> tuple[StageLoop, Inner, Outer]:
     return StageLoop(cast(Any, stage), spec_of(), cast(Any, inner), cast(Any, outer)), inner, outer
 
 
-def test_an_inner_replica_follows_the_heads() -> None:
-    loop, inner, outer = loop_of()
-    assert [loop.close_step(64, progress) for progress in (0.25, 0.5)] == [0.25, 0.5]
-    assert (loop.steps, inner.num_steps, outer.num_steps) == (2, 2, 2)
-
-
 def test_a_replica_that_counted_nothing_for_the_last_step_ends_as_the_others_do() -> None:
     loop, inner, outer = loop_of()
     loop.close_step(64, 0.25)

@@ -129,11 +129,12 @@ class Fetching:
         return [Candidate(peer, address=peer) for peer in self.network.listed]
 
     async def fetch(self, **changes: object) -> tuple[StateManifest | None, bytes]:
-        shape = {"layout": "layout", "num_elements": 10, "num_bytes": NUM_BYTES}
-        settings: dict[str, Any] = {**shape, "target": self.folder / "fetched"}
-        settings |= {"admission": admission_of(SPEC, self.transport), **changes}
+        settings: dict[str, Any] = {"target": self.folder / "fetched", **changes}
+        admission = admission_of(SPEC, self.transport, num_bytes=NUM_BYTES)
+        for name in settings.keys() & vars(admission).keys():
+            setattr(admission, name, settings.pop(name))
         donors = settings.pop("donors", self.candidates())
-        manifest = await fetch_state(self.transport, donors, **settings)
+        manifest = await fetch_state(self.transport, donors, admission, **settings)
         return manifest, settings["target"].read_bytes()
 
     def run(self, **changes: object) -> tuple[StateManifest | None, bytes]:
