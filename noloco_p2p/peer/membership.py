@@ -34,9 +34,9 @@ from noloco_p2p.transfer.fetch import (
     can_give,
     fetch_state,
     find_difference,
+    forget,
     positions,
 )
-from noloco_p2p.transfer.kept_chunks import forget
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

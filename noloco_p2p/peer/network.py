@@ -22,7 +22,7 @@ from noloco_p2p.control import ControlServer, Handler
 from noloco_p2p.errors import DirectoryError, IdentityError, NolocoError, TicketError, Unreachable
 from noloco_p2p.gossip.frames import Hello
 from noloco_p2p.gossip.gossip import Counts, Link
-from noloco_p2p.gossip.seams import Outside
+from noloco_p2p.gossip.seams import Candidate, Outside
 from noloco_p2p.gossip.service import PeerService
 from noloco_p2p.identity import Identity
 from noloco_p2p.net.client import GrpcTransport
@@ -31,7 +31,6 @@ from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.session import Session
 from noloco_p2p.net.throttle import Limits
 from noloco_p2p.owned_tasks import end_tasks
-from noloco_p2p.peer.live_peers import LivePeers
 from noloco_p2p.peer.network_thread import START_TIMEOUT_S, NetworkThread
 from noloco_p2p.peer.pausing import Pausing, watch_machine
 from noloco_p2p.peer.reachability import Reachability
@@ -42,6 +41,7 @@ from noloco_p2p.swarm.dial_back import Reach
 from noloco_p2p.swarm.dialer import AddressBook
 from noloco_p2p.swarm.directory import SwarmDirectory, find_somebody
 from noloco_p2p.swarm.records import PausedBy, PeerRecord
+from noloco_p2p.swarm.tunnel import Tunnels
 from noloco_p2p.telemetry.metrics import CONTRIBUTION, FAILED, Metrics
 from noloco_p2p.telemetry.progress import Progress
 from noloco_p2p.ticket import MAX_ADDRESSES, Ticket
@@ -52,7 +52,74 @@ log = logging.getLogger(__name__)
 
 ENTER_TIMEOUT_S = 30.0  # for finding a live peer of the run that a ticket names
 ASK_AGAIN_S = 1.0  # between two requests to the live peers
+HEAD_S = 5.0  # longest wait for the record of a head
 CHECK_CLOCK_S = 6.0  # for one attempt with each of the peers that this one enters through
+
+
+class LivePeers:
+    """The live peers that this one can call. It implements `gossip.seams.Directory`.
+
+    In a run with stages, `stage` is the stage of this peer. Once it is set, the interface returns only peers of that
+    stage. `live`, `find` and `reached` must be called on the network thread, because they may open a tunnel. The other
+    methods are thread-safe.
+    """
+
+    def __init__(self, directory: SwarmDirectory, tunnels: Tunnels) -> None:
+        self.stage: int | None = None
+        self.heads = ListedHeads(directory)
+        self._directory = directory
+        self._tunnels = tunnels
+
+    def live(self) -> Sequence[Candidate]:
+        return self._of_own_stage(self.reached())
+
+    def num_live(self) -> int:
+        others = self._directory.headcount().others
+        if self.stage is None:
+            return 1 + others
+        known = self.everyone()
+        return 1 + round(others * len(self._of_own_stage(known)) / max(1, len(known)))
+
+    def knows(self, peer_id: str) -> bool:
+        return self._directory.knows(peer_id)
+
+    async def find(self, peer_id: str, *, timeout_s: float) -> Candidate | None:
+        found = await self._directory.find(peer_id, timeout_s=timeout_s)
+        return self.reached([found])[0] if found else None
+
+    def everyone(self) -> Sequence[Candidate]:
+        """Return the live peers of all stages from their records, without waiting."""
+        return self._directory.live()
+
+    def mates(self) -> Sequence[Candidate]:
+        """Return the live peers of this peer's stage, or of all stages if it does not hold one yet."""
+        return self._of_own_stage(self.everyone())
+
+    def reached(self, candidates: Sequence[Candidate] | None = None) -> Sequence[Candidate]:
+        """Return the same peers, or the live peers of all stages, each with a tunnel's address if it has no other."""
+        return self._tunnels.reached(self.everyone() if candidates is None else candidates)
+
+    def _of_own_stage(self, peers: Sequence[Candidate]) -> Sequence[Candidate]:
+        return peers if self.stage is None else [peer for peer in peers if peer.stage == self.stage]
+
+
+class ListedHeads:
+    """The peers that the directory lists as heads now. It is a container of their peer ids.
+
+    A peer of a private run has no record here without an invitation, because the records are kept under a secret key.
+    """
+
+    def __init__(self, directory: SwarmDirectory) -> None:
+        self._directory = directory
+
+    def __contains__(self, peer_id: object) -> bool:
+        record = self._directory.record_of(peer_id) if isinstance(peer_id, str) else None
+        return record is not None and record.stage == 0
+
+    async def look_for(self, peer_id: str) -> None:
+        """Read the record of a peer that is not listed as a head, because this peer may not have seen it yet."""
+        if peer_id not in self:
+            await self._directory.look_for(peer_id, timeout_s=HEAD_S)
 
 
 class Status:

@@ -32,10 +32,9 @@ from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.telemetry.console import counted, report_line
 from noloco_p2p.telemetry.console import loss as show_loss
 from noloco_p2p.telemetry.events import EventLog
-from noloco_p2p.trainer.compute import Compute, choose_device, switch_on
+from noloco_p2p.trainer.compute import Compute, choose_device, flops_per_token, peak_flops, switch_on
 from noloco_p2p.trainer.cut import check_stages
 from noloco_p2p.trainer.evaluate import perplexity
-from noloco_p2p.trainer.gauges import flops_per_token, peak_flops
 from noloco_p2p.trainer.inner_step import InnerStep
 from noloco_p2p.trainer.model import build_model, build_tokenizer, check_vocabulary, count_parameters
 from noloco_p2p.trainer.needs import Needs, check_memory, estimate, probe_step_s

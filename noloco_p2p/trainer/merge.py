@@ -41,8 +41,7 @@ from noloco_p2p.ticket import Ticket
 from noloco_p2p.trainer.cut import cut_of
 from noloco_p2p.trainer.model import build_model
 from noloco_p2p.trainer.stage import build_part
-from noloco_p2p.transfer.fetch import Admission, fetch_spec, fetch_state
-from noloco_p2p.transfer.kept_chunks import forget
+from noloco_p2p.transfer.fetch import Admission, fetch_spec, fetch_state, forget
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

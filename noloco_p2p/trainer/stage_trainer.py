@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,6 @@ from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.telemetry.console import count, numbered_stages
 from noloco_p2p.trainer.compute import Compute, choose_device
 from noloco_p2p.trainer.cut import cut_of
-from noloco_p2p.trainer.gauges import RecentSpeed
 from noloco_p2p.trainer.inner_step import InnerStep
 from noloco_p2p.trainer.loop import TrainerBase
 from noloco_p2p.trainer.model import build_tokenizer, check_vocabulary
@@ -43,6 +43,8 @@ LEAVE_S = 15.0  # time limit for finishing the current tasks before the peer lea
 LAST_EVALUATION_S = 120.0
 SWITCH_EPOCH_S = 120.0  # in each such period, one peer of a stage, drawn at random, may switch to another stage
 ROOM_SHARE = 0.25  # share of the free main memory that microbatches may use
+RECENT_S = 30.0
+SHORTEST_S = 1.0  # the shortest time over which a speed is measured
 
 
 class StageTrainer(TrainerBase):
@@ -336,3 +338,20 @@ class StageTrainer(TrainerBase):
         while time.monotonic() < until_s and not self._flow.node.is_idle:
             self._turn()
         self.inner_step.forget()
+
+
+class RecentSpeed:
+    """The rate at which counters have grown over the last RECENT_S seconds. All times must come from the same clock."""
+
+    def __init__(self, now_s: float, *counts: int) -> None:
+        self._samples: deque[tuple[float, tuple[int, ...]]] = deque([(now_s, counts)])
+
+    def at(self, now_s: float, *counts: int) -> tuple[float, ...]:
+        """Record the counts at `now_s`, and return the growth of each count per second."""
+        samples = self._samples
+        samples.append((now_s, counts))
+        while samples[1][0] <= now_s - RECENT_S and len(samples) > 2:
+            samples.popleft()
+        began_s, before = samples[0]
+        elapsed_s = max(now_s - began_s, SHORTEST_S)
+        return tuple((now - then) / elapsed_s for now, then in zip(counts, before, strict=True))

@@ -14,8 +14,7 @@ from noloco_p2p.errors import SettingsError
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.trainer import needs
-from noloco_p2p.trainer.compute import Compute, choose_device, free_bytes, sequence_bytes
-from noloco_p2p.trainer.gauges import peak_flops
+from noloco_p2p.trainer.compute import Compute, choose_device, free_bytes, peak_flops, sequence_bytes
 from noloco_p2p.trainer.needs import check_memory
 
 CPU, MPS, CUDA = torch.device("cpu"), torch.device("mps"), torch.device("cuda")

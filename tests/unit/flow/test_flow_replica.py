@@ -18,7 +18,7 @@ from noloco_p2p.flow.limits import (
     VOTE_S,
     num_rooms,
 )
-from noloco_p2p.flow.neighbours import Routing
+from noloco_p2p.flow.neighbours import Few, Routing
 
 FORWARD = "want a h.1 -> credit a h.1; forward a h.1 -> taken a h.1, compute forward h.1"
 ASKING = f"{FORWARD}; computed -> want x h.1"
@@ -324,3 +324,31 @@ def test_fast_routing_asks_in_proportion_to_the_measured_rate() -> None:
         routing.measured("y", 3.0)
     firsts = [routing.order({"x", "y"}, ticket("h.1", 0.0))[0] for _ in range(4000)]
     assert abs(firsts.count("x") - 3000) < 150
+
+
+def test_a_few_of_those_who_live_are_kept_while_they_do() -> None:
+    neighbours = Few(random.Random(0), most=3)
+    neighbours.update({"a", "b"})
+    assert sorted(neighbours.chosen) == ["a", "b"]
+    neighbours.update({"a", "b", "c", "d", "e"})
+    first = neighbours.chosen
+    assert len(first) == 3
+    assert {"a", "b"} < set(first)
+    neighbours.update({"a", "b", "c", "d", "e"})
+    assert neighbours.chosen == first
+    neighbours.update({"b", "d", "e"})
+    assert sorted(neighbours.chosen) == ["b", "d", "e"]
+    neighbours.update(set())
+    assert neighbours.chosen == ()
+
+
+def test_one_place_is_drawn_anew_so_that_each_peer_is_met_in_time() -> None:
+    everybody = {f"peer-{number}" for number in range(12)}
+    neighbours, met = Few(random.Random(0), most=4), set[str]()
+    for _ in range(100):
+        neighbours.update(everybody)
+        assert len(neighbours.chosen) == 4
+        met.update(neighbours.chosen)
+        neighbours.drop_one()
+        assert len(neighbours.chosen) == 3
+    assert met == everybody

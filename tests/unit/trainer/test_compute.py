@@ -18,9 +18,8 @@ from noloco_p2p.optim.inner import make_inner_optimizer
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.spec import ModelSpec, TrainSpec
 from noloco_p2p.trainer.compute import Compute, fitting, micro_batches, sequence_bytes, switch_on
-from noloco_p2p.trainer.inner_step import InnerStep
+from noloco_p2p.trainer.inner_step import InnerStep, OffloadedOptimizer
 from noloco_p2p.trainer.model import build_model
-from noloco_p2p.trainer.offload import OffloadedOptimizer
 
 MODEL = ModelSpec(hidden_size=32, num_layers=2, num_heads=2, mlp_size=48)
 TRAIN = TrainSpec(warmup_steps=1, total_steps=50)

@@ -13,7 +13,7 @@ from torch import nn
 from noloco_p2p.outer.checkpoint import Checkpoint, Checkpoints
 from noloco_p2p.outer.optimizer_state import flatten_optimizers, restore_optimizers
 from noloco_p2p.spec import DataSpec, ModelSpec, TrainerSpec, TrainSpec
-from noloco_p2p.trainer.gauges import flops_per_token
+from noloco_p2p.trainer.compute import flops_per_token
 from noloco_p2p.trainer.inner_step import InnerStep
 from noloco_p2p.trainer.model import build_model
 

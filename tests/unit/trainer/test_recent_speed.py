@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from noloco_p2p.trainer.gauges import RECENT_S, RecentSpeed
+from noloco_p2p.trainer.stage_trainer import RECENT_S, RecentSpeed
 
 
 def test_speed_is_that_of_the_last_half_minute_and_falls_to_zero_when_nothing_moves() -> None:
