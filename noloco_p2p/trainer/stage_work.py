@@ -152,14 +152,16 @@ class StageWork:
         earlier = [param.grad for param in params]
         for param in params:
             param.grad = None
-        is_valid = False
         try:
             yield
-            is_valid = True
+        except BaseException:
+            for param in params:
+                param.grad = None
+            raise
         finally:
             for param, before in zip(params, earlier, strict=True):
-                new = param.grad if is_valid else None
-                param.grad = new if before is None else before if new is None else before.add_(new)
+                if before is not None:
+                    param.grad = before if param.grad is None else before.add_(param.grad)
 
     def _decoded(self, data: object, codec: ActivationCodec) -> Tensor | None:
         if data is None or isinstance(data, Tensor):
