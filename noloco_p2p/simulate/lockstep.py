@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from noloco_p2p.codec import chunk_bounds, get_codec, vector_bytes
+from noloco_p2p.codec import chunk_bounds, get_codec
 from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.plan import Plan, peer_name
@@ -55,9 +55,11 @@ class Ring:
             if not vector.isfinite().all():
                 return vector  # codecs refuse such values, and a run that has diverged must stay diverged
             parts = [vector[start:stop] for start, stop in chunk_bounds(vector.numel())]
-            return torch.cat([codec.decode(codec.encode(part), num_elements=part.numel()) for part in parts])
+            return torch.cat([codec.decode(codec.encode(part), shape=part.shape) for part in parts])
 
-        return cls(coded, vector_bytes(codec, num_elements) / num_elements)
+        return cls(
+            coded, sum(codec.num_bytes((stop - start,)) for start, stop in chunk_bounds(num_elements)) / num_elements
+        )
 
     def mean(self, vectors: Tensor) -> Tensor:
         """Return the mean of `vectors` (replicas, elements), with shape (elements,)."""
