@@ -65,10 +65,11 @@ class Int8Codec:
         coded = torch.empty(num_tokens, scales_end + hidden, dtype=torch.uint8, device=values.device)
         for place in _chunks(num_tokens, hidden, device=values.device):
             blocks = self._blocks(tokens[place])
-            scales = _block_scales(torch.maximum(blocks.amax(dim=2), -blocks.amin(dim=2)))
-            blocks.mul_(scales.reciprocal()[:, :, None]).round_()
+            codes = torch.abs(blocks)
+            scales = _block_scales(codes.amax(dim=2))
+            torch.mul(blocks, scales.reciprocal()[:, :, None], out=codes).round_()
             coded[place, :scales_end].copy_(scales.to(torch.bfloat16).view(torch.uint8))
-            coded[place, scales_end:].view(torch.int8).copy_(blocks.flatten(1)[:, :hidden])
+            coded[place, scales_end:].view(torch.int8).copy_(codes.flatten(1)[:, :hidden])
         coded = coded.cpu()
         if not _are_valid(self._scales(coded, hidden)):  # a NaN or infinity makes the scale of its block invalid
             raise refused_value(values, name=self.name)
@@ -87,12 +88,17 @@ class Int8Codec:
     ) -> Tensor:
         coded = self._checked(payload, shape).to(device)
         num_tokens, hidden = tokens_and_hidden(shape)
+        places = [*_chunks(num_tokens, hidden, device=device)]
+        if len(places) == 1:
+            return saturated(self._values(coded, hidden), dtype=dtype).to(dtype).reshape(*shape)
         values = torch.empty(num_tokens, hidden, dtype=dtype, device=device)
-        for place in _chunks(num_tokens, hidden, device=values.device):
-            blocks = self._blocks(coded[place, self._scale_bytes(hidden) :].view(torch.int8))
-            blocks.mul_(self._scales(coded[place], hidden)[:, :, None])
-            values[place].copy_(saturated(blocks.flatten(1)[:, :hidden], dtype=dtype))
+        for place in places:
+            values[place].copy_(saturated(self._values(coded[place], hidden), dtype=dtype))
         return values.view(*shape)
+
+    def _values(self, coded: Tensor, hidden: int) -> Tensor:
+        blocks = self._blocks(coded[:, self._scale_bytes(hidden) :].view(torch.int8))
+        return blocks.mul_(self._scales(coded, hidden)[:, :, None]).flatten(1)[:, :hidden]
 
     def _checked(self, payload: bytes | memoryview, shape: Sequence[int]) -> Tensor:
         """Check a payload, and return it on the CPU with shape (tokens, bytes per token)."""
@@ -107,11 +113,8 @@ class Int8Codec:
         return coded
 
     def _blocks(self, tokens: Tensor) -> Tensor:
-        """Return a copy of (tokens, hidden) in fp32, with shape (tokens, blocks, block_elements).
-
-        Zeros fill up the last block.
-        """
-        blocks = tokens.to(torch.float32, copy=True)
+        """Return (tokens, hidden) in fp32 as (tokens, blocks, block_elements). Zeros fill up the last block."""
+        blocks = tokens.to(torch.float32)
         if missing := -tokens.shape[1] % self.block_elements:
             blocks = pad(blocks, (0, missing))
         return blocks.unflatten(1, (blocks.shape[1] // self.block_elements, self.block_elements))

@@ -12,7 +12,6 @@ import contextlib
 import logging
 import math
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from noloco_p2p.errors import CorruptPayload, PeerError, Refused, TimedOut, Unreachable
@@ -20,7 +19,7 @@ from noloco_p2p.gossip.coder import Coder
 from noloco_p2p.gossip.exchange import Committed, Exchange
 from noloco_p2p.gossip.frames import FINAL, Accept, Frame, Offer, Refuse, RefuseCode, Standing, other_kind
 from noloco_p2p.gossip.pairing import Pairing
-from noloco_p2p.gossip.seams import Candidate, Directory, FrameStream, Outside
+from noloco_p2p.gossip.seams import Candidate, FrameStream, Outside
 from noloco_p2p.gossip.swap import Counts, Diverged, Ended, Shared, Swap, send_within
 from noloco_p2p.gossip.units import Slice
 from noloco_p2p.owned_tasks import OwnedTasks
@@ -90,30 +89,6 @@ class Link:
         return len(recent), min(1.0, moved_s / MINUTE_S)
 
 
-class Introductions:
-    """Checks whether callers have a live record, using a local copy of the directory or a lookup.
-
-    All callers together cause at most 30 lookups per minute. Beyond that, a newcomer is recognized only after the next
-    regular read of the directory. `clock` returns seconds.
-    """
-
-    def __init__(self, directory: Directory, *, clock: Callable[[], float]) -> None:
-        self._directory = directory
-        self._looks = Rates(per_s=LOOKS_PER_S, at_once=LOOKS_AT_ONCE, clock=clock)
-
-    async def is_listed(self, peer_id: str) -> bool:
-        """Return within LOOK_S whether the peer has a live record. It raises only CancelledError."""
-        if self._directory.knows(peer_id):
-            return True
-        if not self._looks.take(EVERYBODY):
-            return False
-        try:
-            async with asyncio.timeout(LOOK_S):
-                return await self._directory.find(peer_id, timeout_s=LOOK_S) is not None
-        except TimeoutError:
-            return False
-
-
 class Gossip:
     """The swaps of one peer.
 
@@ -132,7 +107,7 @@ class Gossip:
         self._directory = directory = outside.directory
         self._deadlines = outside.deadlines
         self._loop = asyncio.get_running_loop()
-        self._introductions = Introductions(directory, clock=self._loop.time)
+        self._looks = Rates(per_s=LOOKS_PER_S, at_once=LOOKS_AT_ONCE, clock=self._loop.time)
         self._pairing = Pairing(outside.rng)
         self._ages = exchange.ages
         exchange.num_live = directory.num_live
@@ -379,7 +354,7 @@ class Gossip:
             return refuse
         if self.state != "training":
             return Refuse(RefuseCode.NOT_TRAINING, f"this peer is {self.state}", PAUSED_S)
-        if not await self._introductions.is_listed(caller):
+        if not await self._is_listed(caller):
             return Refuse(RefuseCode.UNLISTED, "I have not read your record yet", self._busy_retry_s())
         if abs(apart) > self._outside.spec.furthest:
             who = "you are" if apart < 0 else "I am"
@@ -387,6 +362,22 @@ class Gossip:
         if self._pairing.shares.has_had(caller) and not self._is_idle():
             return Refuse(RefuseCode.OVER_SHARE, "you have had your share of my swaps", SHARE_RETRY_S)
         return None
+
+    async def _is_listed(self, caller: str) -> bool:
+        """Return within LOOK_S whether a caller has a live record, in this peer's copy of the directory or by a lookup.
+
+        All callers together cause at most 30 lookups per minute. Beyond that, a newcomer is recognized only after the
+        next regular read of the directory.
+        """
+        if self._directory.knows(caller):
+            return True
+        if not self._looks.take(EVERYBODY):
+            return False
+        try:
+            async with asyncio.timeout(LOOK_S):
+                return await self._directory.find(caller, timeout_s=LOOK_S) is not None
+        except TimeoutError:
+            return False
 
     def _is_sound(self, offer: Offer) -> bool:
         return (
