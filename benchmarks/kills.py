@@ -97,7 +97,7 @@ def in_virtual_time(fault: Fault) -> str:
 
 def over_grpc(fault: Fault) -> str:
     with LoopbackSwarm(SPEC) as swarm:
-        peers = [swarm.peer("a"), swarm.peer("b", wrap=fault.faults, wrap_accepted=fault.faults)]
+        peers = [swarm.peer("a"), swarm.peer("b", wrap=fault.faults)]
         server = swarm.servers["b"]
 
         async def kill() -> None:

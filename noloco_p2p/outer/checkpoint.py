@@ -50,9 +50,15 @@ class Checkpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._files = self._read_manifest()
-        self.meta: dict[str, Any] = self._read_json(META)
-        self.step = int(self._read_json(MANIFEST)["step"])
+        manifest = self._read_json(MANIFEST)
+        step, files = manifest.get("step"), manifest.get("files")
+        if manifest.get("version") != VERSION or not isinstance(step, int) or not isinstance(files, dict):
+            raise CheckpointError(
+                f"{path / MANIFEST} is not a manifest of checkpoint version {VERSION}, the only supported version"
+            )
+        self.step = step
+        self.meta = self._read_json(META)
+        self._files: dict[str, dict[str, Any]] = files
 
     def has(self, stem: str) -> bool:
         """Return whether the checkpoint has a file STEM.safetensors."""
@@ -92,19 +98,6 @@ class Checkpoint:
                 raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
             if found != expected:
                 raise CheckpointError(f"{path} is damaged: found {found}, but the manifest says {expected}")
-
-    def _read_manifest(self) -> dict[str, dict[str, Any]]:
-        manifest = self._read_json(MANIFEST)
-        files = manifest.get("files")
-        if (
-            manifest.get("version") != VERSION
-            or not isinstance(manifest.get("step"), int)
-            or not isinstance(files, dict)
-        ):
-            raise CheckpointError(
-                f"{self.path / MANIFEST} is not a manifest of checkpoint version {VERSION}, the only supported version"
-            )
-        return files
 
     def _read_json(self, name: str) -> dict[str, Any]:
         path = self.path / name

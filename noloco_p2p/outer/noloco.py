@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -368,7 +369,8 @@ class NoLoCo:
         live: dict[str, Mapping[str, Tensor]] = {}
         if buffers := saved_state.persistent_buffers(self._model):
             live[saved_state.BUFFERS_FILE] = buffers
-        if self.weights.slow is not None:
+        is_exact = all(param.dtype is not torch.float64 for _, param in self.weights.parameters.named)
+        if self.weights.slow is not None or not is_exact:
             live[saved_state.FAST_FILE] = self.weights.parameters.named_values()
         if self._inner:
             live[saved_state.INNER_FILE] = self._inner.state()

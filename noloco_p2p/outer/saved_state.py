@@ -17,7 +17,8 @@ from noloco_p2p.outer.checkpoint import Checkpoint
 from noloco_p2p.outer.weights import Weights, check_vectors
 
 STATE_FILE = "weights"  # stem of the file that newcomers fetch: the weights and, with alpha > 0, the outer momentum
-FAST_FILE = "model"  # stem of the file with the model's parameters, if they are not those in STATE_FILE
+# Stem of the file with the model's parameters, if they are not those in STATE_FILE or fp32 cannot represent them.
+FAST_FILE = "model"
 INNER_FILE = "optimizer"  # stem of the file with the state of the inner optimizer
 BUFFERS_FILE = "buffers"  # stem of the file with buffers such as running statistics, if the model has any
 

@@ -38,6 +38,7 @@ class MemorySwarm:
         self.deadlines = deadlines
         self.loop = self._new_loop()
         self.network = MemoryNetwork()
+        self.wraps: dict[str, Wrap] = {}
         self.peers: list[MemoryPeer] = []
         self._thread = threading.Thread(target=self._main, daemon=True)
 
@@ -65,12 +66,12 @@ class MemorySwarm:
         spec: Spec | None = None,
         protocol_version: str = PROTOCOL_VERSION,
         wrap: Wrap = unchanged,
-        wrap_accepted: Wrap = unchanged,
     ) -> MemoryPeer:
         """Add a live peer. A different `spec` or `protocol_version` makes it incompatible with the others.
 
-        `wrap` is applied to the streams that the peer opens, and `wrap_accepted` to the streams that others open to it.
+        `wrap` is applied to its ends of the streams that it or others open.
         """
+        self.wraps[peer_id] = wrap
 
         async def make() -> MemoryPeer:
             made = MemoryPeer(
@@ -79,9 +80,8 @@ class MemorySwarm:
                 spec=spec or self.spec,
                 run_folder=run_folder,
                 protocol_version=protocol_version,
-                wrap=wrap,
             )
-            await self._connect(peer_id, made.service, wrap_accepted)
+            await self._connect(peer_id, made.service)
             return made
 
         peer = self.call(make())
@@ -106,14 +106,13 @@ class MemorySwarm:
     def _new_loop(self) -> asyncio.AbstractEventLoop:
         return asyncio.new_event_loop()
 
-    def _outside(self, peer_id: str, hello: Callable[[], Hello], wrap: Wrap) -> tuple[Transport, Directory]:
+    def _outside(self, peer_id: str, hello: Callable[[], Hello]) -> tuple[Transport, Directory]:
         """Return the transport and the directory through which a peer reaches the others."""
-        transport = MemoryTransport(self.network, hello, wrap=wrap)
-        return transport, MemoryDirectory(self.network, own_id=peer_id)
+        return MemoryTransport(self.network, hello), MemoryDirectory(self.network, own_id=peer_id)
 
-    async def _connect(self, peer_id: str, service: PeerService, wrap: Wrap) -> None:
+    async def _connect(self, peer_id: str, service: PeerService) -> None:
         """Make the peer reachable."""
-        self.network.add(peer_id, service, wrap=wrap)
+        self.network.add(peer_id, service, wrap=self.wraps[peer_id])
 
     async def _disconnect(self, peer_id: str) -> None:
         self.network.remove(peer_id)
@@ -140,7 +139,6 @@ class MemoryPeer:
         spec: Spec,
         run_folder: Path,
         protocol_version: str = PROTOCOL_VERSION,
-        wrap: Wrap = unchanged,
     ) -> None:
         self.peer_id = peer_id
         self.spec = spec
@@ -154,7 +152,7 @@ class MemoryPeer:
         self.states = StateServer(spec)
         self.executor = ThreadPoolExecutor(1)
         self._swarm = swarm
-        transport, directory = swarm._outside(peer_id, self._hello, wrap)
+        transport, directory = swarm._outside(peer_id, self._hello)
         outside = Outside(
             spec=spec,
             hello=self._hello,

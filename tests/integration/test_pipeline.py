@@ -35,7 +35,6 @@ from noloco_p2p.outer.noloco import NoLoCo
 from noloco_p2p.peer.network_thread import NetworkThread
 from noloco_p2p.peer.stage_flow import StageFlow, StagePlan
 from noloco_p2p.spec import TrainerSpec
-from noloco_p2p.testing.memory import Wrap
 from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
 from noloco_p2p.trainer.inner_step import InnerStep
 from noloco_p2p.trainer.rms_gate import LEAST_FRAMES
@@ -92,7 +91,7 @@ class StagePeer:
 
     deadlines = INTERNET
 
-    def _outside(self, peer_id: str, hello: Callable[[], Hello], wrap: Wrap) -> tuple[Transport, Directory]:
+    def _outside(self, peer_id: str, hello: Callable[[], Hello]) -> tuple[Transport, Directory]:
         return GrpcTransport(hello, session=self.session), StageMates(self)
 
     def call(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
