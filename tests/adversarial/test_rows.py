@@ -98,7 +98,8 @@ def attack(swarm: LoopbackSwarm, flag: Flag) -> Faults | None:
     if flag.code:
         gossip = swapping.peer.service.gossip
         assert gossip
-        gossip._coder.plain = Coded(gossip._coder.plain, flag.code)  # pyright: ignore[reportAttributeAccessIssue]
+        coder = gossip._shared.coder
+        coder.plain = Coded(coder.plain, flag.code)  # pyright: ignore[reportAttributeAccessIssue]
     return faults
 
 
