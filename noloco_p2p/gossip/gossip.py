@@ -37,7 +37,8 @@ IDLE_S = 2.0  # after which a free peer swaps with anybody
 PAUSED_S = 0.5  # how often a paused peer looks whether it may continue
 SLICE_STEPS = 0.8  # inner steps in which a slice should travel, so that it arrives within one
 ROUND_TRIPS = 10  # in which it travels at least
-# Partners whose current swaps end further apart than this share of a slice's time would leave a link idle.
+# Partners whose current swaps end further apart than this share of a slice's time would leave a link idle
+# (benchmarks/link_use.py).
 MOST_APART = 0.25
 HELD_UP = 4  # times the usual duration of a swap: a longer one costs its partner as many credits
 SWAP_ID_BYTES = 16
