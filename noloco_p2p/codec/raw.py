@@ -58,5 +58,5 @@ class RawCodec:
     def _checked(self, payload: bytes | memoryview, shape: Sequence[int]) -> Tensor:
         coded = as_tensor(payload, self.num_bytes(shape), name=self.name).view(self.dtype)
         if not within(coded, lowest=-LARGEST, highest=LARGEST):
-            raise NotFinite(f"the {self.name} payload has NaN, infinity or a magnitude above {LARGEST:.3g}; discard it")
+            raise NotFinite(f"the {self.name} payload has NaN or infinity, or values above {LARGEST:.3g}; discard it")
         return coded
