@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from noloco_p2p.gossip.coder import Coding
-from noloco_p2p.gossip.swap import Agreed
 from noloco_p2p.gossip.units import Ages, Slice, Units
 
 SMOOTHED_STEPS = 8  # over which the duration of a step is averaged
@@ -47,11 +46,15 @@ def decoded(coding: Coding, partner: str) -> Halves:
 class Committed:
     """A swap whose half-differences may be added to the weights, from element `start` of the flat vector.
 
-    `snapshot_step` is the inner step after which the snapshot was taken. `num_live` is the number of live peers,
-    including this one.
+    `progress` is what the partner told when this peer had taken `told_step` inner steps. `snapshot_step` is the inner
+    step after which the snapshot was taken. `num_live` is the number of live peers, including this one.
     """
 
-    agreed: Agreed
+    swap_id: bytes
+    partner: str
+    progress: float
+    told_step: int
+    part: Slice
     start: int
     halves: Halves
     snapshot_step: int
@@ -74,6 +77,7 @@ class Exchange:
             snapshot with them.
         codes_beside: Whether coding takes no processor time from training, because an accelerator trains.
         is_at_rest: Whether training is over, so that closing swaps may follow each other at once.
+        only_answers: Whether this peer makes no offers, because only others still need closing swaps.
         is_open: With `outer.wait`, whether training waits for a swap.
         has_diverged: Whether a snapshot had non-finite weights.
         is_closed: Whether this peer has stopped, or swaps through another exchange.
@@ -91,6 +95,7 @@ class Exchange:
         self.judge: Callable[[Coding, str], Halves] = decoded
         self.codes_beside = False
         self.is_at_rest = False
+        self.only_answers = False
         self.is_open = False
         self.is_closed = self.is_replaced = False
         self.has_diverged = False
@@ -169,7 +174,7 @@ class Exchange:
 
     def _applied(self, swap: Committed) -> None:
         # Before, a snapshot would lack the half-difference, and the same difference would be applied twice.
-        self.ages.end(swap.agreed.part, mixed_at=swap.snapshot_step)
+        self.ages.end(swap.part, mixed_at=swap.snapshot_step)
 
 
 def _answer(answer: asyncio.Future[tuple[Tensor, int]], values: Tensor, step: int) -> None:

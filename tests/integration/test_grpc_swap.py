@@ -15,7 +15,7 @@ import grpc
 import grpc.aio
 import pytest
 import torch
-from admitting import AnyState
+from admitting import admission_of
 from harness.loopback import LoopbackSwarm
 from harness.patience import AT_ONCE_S, PATIENCE_S, PATIENT, until
 from harness.processes import free_port
@@ -93,7 +93,7 @@ def test_bits_by_need_travel_over_grpc() -> None:
             ours, theirs = (swap.halves.values for swap in swap_all(peers))
             assert torch.equal(ours, -theirs)
             assert (ours - (peers[1].vector - peers[0].vector) / 2).abs().max() <= 1.01
-            repeated.append([peer.counts.traffic.repeated_chunks for peer in peers])
+            repeated.append([peer.counts.repeated_chunks for peer in peers])
         assert repeated == [[0, 0], [1, 1], [2, 2]]
 
 
@@ -102,7 +102,7 @@ def test_bits_by_need_travel_over_grpc() -> None:
 def test_a_connection_that_breaks_leaves_both_sides_alike(swarm: LoopbackSwarm, kind: type[Frame], nth: int) -> None:
     faults, sums = Faults(kind, "cut", nth=nth), vectors()
     total = sums[0] + sums[1]
-    one = Swapping(swarm.peer("a", wrap=faults, wrap_accepted=faults), sums[0])
+    one = Swapping(swarm.peer("a", wrap=faults), sums[0])
     other = Swapping(swarm.peer("b"), sums[1])
     apply_until(lambda: faults.fired, [one, other])
     for peer in (one, other):
@@ -367,7 +367,7 @@ class Donor(Answering):
         path = folder / name
         path.write_bytes(self.data)
         self.states = StateServer(SPEC)
-        self.states.saved = self.saved = describe_state(path, layout="layout", num_elements=9, progress=0.5)
+        self.states.saved = self.saved = describe_state(path, layout="layout", num_elements=10, progress=0.5)
         self.asked: list[FetchWant] = []
         self._alter = alter
         super().__init__(states=self.states)
@@ -378,9 +378,8 @@ class Donor(Answering):
 
 
 async def fetch_from(donors: list[Candidate], target: Path) -> StateManifest | None:
-    return await fetch_state(
-        transport(), donors, layout="layout", num_elements=9, num_bytes=NUM_BYTES, target=target, admission=AnyState()
-    )
+    here = transport()
+    return await fetch_state(here, donors, admission_of(SPEC, here, num_bytes=NUM_BYTES), target=target)
 
 
 async def test_spec_manifest_and_chunks_come_over_grpc(tmp_path: Path) -> None:
