@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from blake3 import blake3
 
@@ -120,53 +120,34 @@ def ask(state_dir: Path, verb: str, *, timeout_s: float = ANSWER_TIMEOUT_S) -> d
         raise SettingsError(f"the peer in {state_dir} closed its control socket without answering") from None
 
 
-class FolderLock:
-    """A lock that allows only one peer per state folder, and thus only one peer per identity on this machine.
+def hold(state_dir: Path) -> IO[bytes]:
+    """Lock the state folder, so that only one peer, and thus only one peer per identity, runs in it on this machine.
 
-    The kernel releases it when the process dies.
+    The lock ends when the result is closed, and the kernel releases it when the process dies. Raises SettingsError if
+    another peer holds it.
     """
+    try:
+        state_dir.mkdir(parents=True, exist_ok=True)
+        lock = os.fdopen(os.open(state_dir / "lock", os.O_RDWR | os.O_CREAT, 0o600), "r+b")
+    except OSError as error:
+        raise SettingsError(f"{state_dir} cannot be used as the state folder: {error}") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        raise SettingsError(
+            f"another peer is running in {state_dir}; stop it with `noloco leave`, or use another --state-dir"
+        ) from None
+    return lock
 
-    def __init__(self, state_dir: Path) -> None:
-        self._path = state_dir / "lock"
-        self._file: int | None = None
 
-    def acquire(self) -> None:
-        """Acquire the lock. Raises SettingsError if another peer holds it."""
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
-        except OSError as error:
-            raise SettingsError(f"{self._path.parent} cannot be used as the state folder: {error}") from None
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self._file)
-            self._file = None
-            raise SettingsError(
-                f"another peer is running in {self._path.parent}; stop it with `noloco leave`, or use another "
-                "--state-dir"
-            ) from None
-
-    def release(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
-
-    def check(self) -> None:
-        """Raise SettingsError if `acquire` would raise it, so that the error is reported before the slow imports."""
-        self.acquire()
-        self.release()
-
-    def is_held(self) -> bool:
-        """Return whether any process, including this one, holds the lock now."""
-        try:
-            probe = os.open(self._path, os.O_RDWR)
-        except OSError:
-            return False
-        try:
+def is_held(state_dir: Path) -> bool:
+    """Return whether any process, including this one, holds the lock of the state folder now."""
+    try:
+        with (state_dir / "lock").open("r+b") as probe:
             fcntl.flock(probe, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return True
-        finally:
-            os.close(probe)
-        return False
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
