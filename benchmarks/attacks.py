@@ -12,7 +12,6 @@ every offer. The share of a liar is its share of the swaps of honest peers, in m
 from __future__ import annotations
 
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import nullcontext
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -94,7 +93,7 @@ def simulate(case: Case, steps: int) -> Found:
     plan = Plan(num_live, seed=case.seed, links=parse_links(["0.1mbit-20ms"]), evaluations=1)
     attacks = {} if case.attack is None else dict.fromkeys(range(case.num_honest, num_live), case.attack)
     made: list[SimulatedReplica] = []
-    with patch.multiple(update_filter, **FILTERS[case.filter]) if case.filter else nullcontext():
+    with patch.dict(vars(update_filter), FILTERS.get(case.filter, {})):
         result = simulate_hostile(Material.of(spec, {}), plan, attacks, is_greedy=case.is_greedy, on_made=made.extend)
     honest, liars = made[: case.num_honest], {peer_name(number) for number in attacks}
     swaps = [swap for replica in honest for swap in replica.swaps]
