@@ -16,7 +16,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
 from pydantic.fields import FieldInfo
 
 from noloco_p2p import peer_name
@@ -58,8 +58,6 @@ class Flag:
     name: str = ""  # a singular name for a field that holds several values, such as --model for `models`
     metavar: str | None = None
     default: str = ""  # in words, if the value is not self-explanatory
-    pair: str = ""  # the form of a pair, such as NAME=GLOB, if the setting is a table
-    takes_file: bool = False  # on the command line, @FILE is replaced by the line in that file
 
     @classmethod
     def of(cls, name: str, setting: FieldInfo) -> Flag:
@@ -67,15 +65,6 @@ class Flag:
         own = next((item for item in setting.metadata if isinstance(item, cls)), cls())
         default = own.default or str(setting.get_default(call_default_factory=True) or "")
         return replace(own, name=f"--{(own.name or name).replace('_', '-')}", default=default)
-
-    def parse(self, words: list[str]) -> tuple[str, ...] | dict[str, str]:
-        """Convert the values of a list, or the pairs of a table. Raises SettingsError for a malformed pair."""
-        if not self.pair:
-            return tuple(words)
-        pairs = [word.partition("=") for word in words]
-        if wrong := next(("".join(pair) for pair in pairs if not all(pair)), None):
-            raise SettingsError(f"{self.name} {wrong!r} must have the form {self.pair}")
-        return {name: value for name, _, value in pairs}
 
 
 def kind_of(annotation: Any) -> Any:
@@ -187,12 +176,27 @@ def _readable(parse: Callable[[Any], object]) -> AfterValidator:
     return AfterValidator(check)
 
 
+def _several(value: Any) -> Any:
+    """Split the value of an environment variable at its commas."""
+    return [part for part in value.split(",") if part] if isinstance(value, str) else value
+
+
+def _pairs(value: Any) -> Any:
+    """Convert the values of a flag or a variable, each of the form NAME=VALUE, to a table."""
+    if isinstance(parts := _several(value), dict):
+        return parts
+    pairs = [part.partition("=") for part in parts]
+    if wrong := next(("".join(pair) for pair in pairs if not all(pair)), None):
+        raise ValueError(f"{wrong!r} must have the form NAME=VALUE, for example c4='/data/c4/*.json.gz'")
+    return {name: value for name, _, value in pairs}
+
+
 def _absolute(path: Path | None) -> Path | None:
     return path and path.expanduser().absolute()
 
 
-AlwaysOrNever = Annotated[Literal["always", "never"], Flag(metavar="always|never")]
 AbsolutePath = Annotated[Path, AfterValidator(_absolute)]
+AbsoluteFolder = Annotated[str, AfterValidator(lambda folder: str(_absolute(Path(folder))))]
 Rate = Annotated[str, _readable(parse_rate), Flag(default="none")]
 
 
@@ -212,7 +216,7 @@ class PeerSettings(BaseModel):
     announce: Annotated[str, _readable(split_announced)] = field(
         "", "HOST[:PORT] that other peers dial, if it differs from --listen."
     )
-    map_ports: AlwaysOrNever = field(
+    map_ports: Annotated[Literal["always", "never"], Flag(metavar="always|never")] = field(
         "always", "Ask the router to forward both ports (by UPnP), unless --announce is given."
     )
     device: Annotated[str, _readable(_check_device)] = field("auto", f"Device to train on: {DEVICES}.")
@@ -250,17 +254,16 @@ class PeerSettings(BaseModel):
     state_dir: Annotated[AbsolutePath, Flag(default="~/.local/state/noloco")] = Field(
         default_factory=default_state_dir, description="Folder for the identity, the checkpoints and the logs."
     )
-    data: Annotated[dict[str, str], Flag(pair="NAME=GLOB, for example --data c4='/data/c4/*.json.gz'")] = field(
+    data: Annotated[dict[str, str], BeforeValidator(_pairs)] = field(
         {}, "NAME=GLOB: the files of the data set named NAME in the spec."
     )
-    models: Annotated[
-        dict[str, Annotated[str, AfterValidator(lambda folder: str(_absolute(Path(folder))))]],
-        Flag(name="model", pair="NAME=FOLDER, for example --model llama=/models/llama"),
-    ] = field({}, "NAME=FOLDER: the folder of the model or tokenizer named NAME in the spec.")
-    trackers: Annotated[tuple[Literal["tensorboard", "wandb"], ...], Flag(name="tracker")] = field(
-        (), "Tracker to log to, in addition to the JSONL file: tensorboard or wandb. Can be repeated."
+    models: Annotated[dict[str, AbsoluteFolder], BeforeValidator(_pairs), Flag(name="model")] = field(
+        {}, "NAME=FOLDER: the folder of the model or tokenizer named NAME in the spec."
     )
-    bootstrap: Annotated[tuple[str, ...], _readable(_check_bootstrap), Flag(takes_file=True)] = field(
+    trackers: Annotated[
+        tuple[Literal["tensorboard", "wandb"], ...], BeforeValidator(_several), Flag(name="tracker")
+    ] = field((), "Tracker to log to, in addition to the JSONL file: tensorboard or wandb. Can be repeated.")
+    bootstrap: Annotated[tuple[str, ...], BeforeValidator(_several), _readable(_check_bootstrap)] = field(
         (), "Address of a peer to join through (/ip4/../tcp/../p2p/..), or @FILE that contains it. Can be repeated."
     )
     metrics: Annotated[str, _readable(lambda text: text and split_address(text)), Flag(metavar="HOST:PORT")] = field(
@@ -286,7 +289,7 @@ class PeerSettings(BaseModel):
         file = user_file()
         sources = {
             str(file): _from_file(file),
-            "environment": _from_environment(cls, os.environ),
+            "environment": _from_environment(cls),
             "flag": {name: value for name, value in (flags or {}).items() if value is not None},
         }
         settings, values, origins = cls(), dict[str, Any](), dict[str, str]()
@@ -340,6 +343,11 @@ class PeerSettings(BaseModel):
         return split_announced(self.announce)
 
 
+def _from_environment(model: type[PeerSettings]) -> dict[str, str]:
+    variables = {name: ENVIRONMENT_PREFIX + name.upper() for name in model.model_fields}
+    return {name: os.environ[variable] for name, variable in variables.items() if variable in os.environ}
+
+
 def _from_file(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
@@ -347,17 +355,3 @@ def _from_file(path: Path) -> dict[str, Any]:
         return {}
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise SettingsError(f"{path} cannot be read as TOML: {error}") from None
-
-
-def _from_environment(model: type[PeerSettings], environment: Mapping[str, str]) -> dict[str, Any]:
-    """Read the NOLOCO_* variables, such as NOLOCO_LISTEN. Commas separate the values of a list and the pairs of a
-    table.
-    """
-    values: dict[str, Any] = {}
-    for name, setting in model.model_fields.items():
-        text = environment.get(ENVIRONMENT_PREFIX + name.upper())
-        if text is not None:
-            several = kind_of(setting.annotation) in (tuple, dict)
-            parts = [part for part in text.split(",") if part]
-            values[name] = Flag.of(name, setting).parse(parts) if several else text
-    return values

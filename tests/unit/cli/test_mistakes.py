@@ -28,7 +28,7 @@ WRONG_SETTINGS = [
     (["--max-steps", "0"], "max_steps must be greater than 0; it is 0"),
     (["--max-upload", "40mb"], "max_upload '40mb' is not a rate in bits or bytes, such as 2500kbit, 40mbit"),
     (["--max-download", "1mbit"], "max_download '1mbit' is too low: the minimum is 2mbit (250kB/s)"),
-    (["--data", "c4"], "--data 'c4' must have the form NAME=GLOB"),
+    (["--data", "c4"], "data 'c4' must have the form NAME=VALUE, for example c4='/data"),
     (["--bootstrap", "somewhere"], "bootstrap 'somewhere' is not a peer address such as /ip4/"),
     (["--state-dir", "/proc/nothing"], "cannot be used as the state folder"),
 ]
