@@ -11,8 +11,8 @@ import json
 import os
 import socket
 import tempfile
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -55,44 +55,37 @@ def _check_owner(path: Path) -> None:
             raise SettingsError(f"{path}: this control socket belongs to another user")
 
 
-class ControlServer:
-    """A server that answers the given verbs on the event loop of the network thread."""
+@asynccontextmanager
+async def answering(state_dir: Path, verbs: Mapping[str, Handler]) -> AsyncIterator[None]:
+    """Answer the given verbs at the control socket, on the event loop of the network thread.
 
-    def __init__(self, state_dir: Path, verbs: Mapping[str, Handler]) -> None:
-        self._path = socket_path(state_dir)
-        self._verbs = verbs
-        self._server: asyncio.Server | None = None
+    Raises SettingsError if the folder cannot hold a socket.
+    """
 
-    async def start(self) -> None:
-        """Create the socket and listen on it. Raises SettingsError if the folder cannot hold a socket."""
-        try:
-            self._path.unlink(missing_ok=True)  # left by a killed peer; a live one would hold the lock on the folder
-            self._server = await asyncio.start_unix_server(self._answer, path=self._path, limit=MAX_LINE_BYTES)
-            self._path.chmod(0o600)
-        except OSError as error:
-            raise SettingsError(
-                f"{self._path}: cannot create the control socket: {error}; use another --state-dir"
-            ) from None
-
-    async def stop(self) -> None:
-        if self._server:
-            self._server.close()
-            self._path.unlink(missing_ok=True)
-
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                request = json.loads(await reader.readline())
-                handler = self._verbs.get(request.get("verb"))
-                reply = (
-                    handler() if handler else {"error": f"unknown verb; the known verbs are {', '.join(self._verbs)}"}
-                )
+                handler = verbs.get(json.loads(await reader.readline()).get("verb"))
+                reply = handler() if handler else {"error": f"unknown verb; the known verbs are {', '.join(verbs)}"}
                 writer.write(json.dumps(reply).encode() + b"\n")
                 await writer.drain()
-        except (TimeoutError, ValueError, AttributeError, ConnectionError):
+        except (TimeoutError, ValueError, TypeError, AttributeError, ConnectionError):
             pass  # the client sent a malformed request, or closed the connection
         finally:
             writer.close()
+
+    path = socket_path(state_dir)
+    try:
+        path.unlink(missing_ok=True)  # left by a killed peer; a live one would hold the lock on the folder
+        server = await asyncio.start_unix_server(answer, path=path, limit=MAX_LINE_BYTES)
+        path.chmod(0o600)
+    except OSError as error:
+        raise SettingsError(f"{path}: cannot create the control socket: {error}; use another --state-dir") from None
+    try:
+        yield
+    finally:
+        server.close()
+        path.unlink(missing_ok=True)
 
 
 def ask(state_dir: Path, verb: str, *, timeout_s: float = ANSWER_TIMEOUT_S) -> dict[str, Any] | None:

@@ -15,7 +15,7 @@ import typer
 
 from noloco_p2p.cli import entry
 from noloco_p2p.cli.options import parse_duration, takes_settings
-from noloco_p2p.control import ControlServer, ask, hold
+from noloco_p2p.control import answering, ask, hold
 from noloco_p2p.errors import SettingsError
 from noloco_p2p.settings import PeerSettings
 
@@ -198,15 +198,13 @@ async def _serve(settings: PeerSettings, identity: Identity, *, address_file: Pa
         own = {"peer_id": directory.peer_id, "pid": os.getpid(), "state": "bootstrap"}
         return {**own, "addresses": directory.multiaddrs(), "neighbours": len(directory.node.neighbours())}
 
-    control = ControlServer(settings.state_dir, {"status": on_status, "leave": on_leave})
     try:
-        await control.start()
-        for multiaddr in directory.multiaddrs():
-            print(multiaddr)
-        entry.write(address_file, directory.multiaddrs()[0], flag="--address-file")
-        print(f"others can join with: noloco join SPEC.toml --bootstrap {directory.multiaddrs()[0]}", flush=True)
-        await stop.wait()
+        async with answering(settings.state_dir, {"status": on_status, "leave": on_leave}):
+            for multiaddr in directory.multiaddrs():
+                print(multiaddr)
+            entry.write(address_file, directory.multiaddrs()[0], flag="--address-file")
+            print(f"others can join with: noloco join SPEC.toml --bootstrap {directory.multiaddrs()[0]}", flush=True)
+            await stop.wait()
     finally:
-        await control.stop()
         await mirror.stop()
         await directory.stop()

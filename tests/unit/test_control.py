@@ -14,7 +14,7 @@ import pytest
 from harness.patience import PATIENCE_S
 
 from noloco_p2p import control
-from noloco_p2p.control import ControlServer, ask, hold, is_held, socket_path
+from noloco_p2p.control import answering, ask, hold, is_held, socket_path
 from noloco_p2p.errors import SettingsError
 
 
@@ -22,12 +22,8 @@ def served(folder: Path, verb: str, **verbs: dict[str, Any]) -> dict[str, Any] |
     """Return the answer that a client in another thread gets from a server with these verbs."""
 
     async def main() -> dict[str, Any] | None:
-        server = ControlServer(folder, {name: lambda reply=reply: reply for name, reply in verbs.items()})
-        await server.start()
-        try:
+        async with answering(folder, {name: lambda reply=reply: reply for name, reply in verbs.items()}):
             return await asyncio.to_thread(ask, folder, verb)
-        finally:
-            await server.stop()
 
     return asyncio.run(main())
 
@@ -76,10 +72,8 @@ def test_a_peer_that_does_not_answer_is_named(tmp_path: Path) -> None:
 
 def test_nonsense_harms_nobody(tmp_path: Path) -> None:
     async def main() -> dict[str, Any] | None:
-        server = ControlServer(tmp_path, {"status": lambda: {"fine": True}})
-        await server.start()
-        assert stat.S_IMODE(socket_path(tmp_path).stat().st_mode) == 0o600, "only the owner can ask"
-        try:
+        async with answering(tmp_path, {"status": lambda: {"fine": True}}):
+            assert stat.S_IMODE(socket_path(tmp_path).stat().st_mode) == 0o600, "only the owner can ask"
             for line in (b"hello\n", b"[]\n", b"", b'{"verb": {}}\n', b"x" * 100_000 + b"\n"):
                 reader, writer = await asyncio.open_unix_connection(socket_path(tmp_path))
                 writer.write(line)
@@ -87,8 +81,6 @@ def test_nonsense_harms_nobody(tmp_path: Path) -> None:
                 await reader.read()
                 writer.close()
             return await asyncio.to_thread(ask, tmp_path, "status")
-        finally:
-            await server.stop()
 
     assert asyncio.run(main()) == {"fine": True}
 
