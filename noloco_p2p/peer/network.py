@@ -308,13 +308,11 @@ class Network:
 
     async def _serve_metrics(self, address: str) -> None:
         """Serve /metrics. Raises SettingsError if the port is in use."""
-        from noloco_p2p.telemetry.http import HttpServer, metrics_app
+        from noloco_p2p.telemetry.http import metrics_app, serving
 
         host, port = split_address(address)
-        server = HttpServer(metrics_app(self._metrics_page), host=host, port=port)
-        await server.start(flag="--metrics")
-        self._parts.push_async_callback(server.stop)
-        self.metrics_address = f"{host}:{server.port}"
+        page = serving(metrics_app(self._metrics_page), host=host, port=port, flag="--metrics")
+        self.metrics_address = f"{host}:{await self._parts.enter_async_context(page)}"
 
     async def _leave(self) -> None:
         self.status.change("leaving")

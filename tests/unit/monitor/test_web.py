@@ -21,7 +21,7 @@ from noloco_p2p.monitor.tables import Choice
 from noloco_p2p.monitor.watcher import Health, Watcher
 from noloco_p2p.monitor.web import MAX_SAMPLES, MEETINGS_SHOWN_S, PAGE_PEERS, SAMPLE_S, STATIC, LiveSwarm, app
 from noloco_p2p.swarm.records import PeerRecord
-from noloco_p2p.telemetry.http import HttpServer
+from noloco_p2p.telemetry.http import serving
 from noloco_p2p.telemetry.prometheus import STAGES, swarm_page
 from noloco_p2p.ticket import Ticket
 
@@ -86,12 +86,8 @@ def test_every_path_answers_and_nothing_can_be_changed() -> None:
         assert get(url + "healthz")[0] == 503, "a blind monitor is not healthy"
 
     async def main() -> None:
-        server = HttpServer(app(site.swarm), host="127.0.0.1", port=0)
-        await server.start(flag="--listen")
-        try:
-            await asyncio.to_thread(check, f"http://127.0.0.1:{server.port}/")
-        finally:
-            await server.stop()
+        async with serving(app(site.swarm), host="127.0.0.1", port=0, flag="--listen") as port:
+            await asyncio.to_thread(check, f"http://127.0.0.1:{port}/")
 
     asyncio.run(main())
 
