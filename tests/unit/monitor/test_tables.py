@@ -76,6 +76,8 @@ def test_the_headline_counts_peers_and_the_speed_of_those_who_train() -> None:
         "apart 0.31 % (0.31 % to 0.31 %) | link in use 80 % (3.0 swaps/min per peer, 2.1 steps old) | "
         "sent 6.0 MiB (in 10 swaps)",
     ]
+    silent = changed(A, peer_id="12D3KooWcccccc", loss=None)
+    assert swarm(A, silent)["totals"]["loss"] == 2.5, "not the mean with a 0"
     assert headlines(swarm()) == ["run r | peers alive 0 | tokens/s 0", "sent 0 B (in 0 swaps)"]
 
 
