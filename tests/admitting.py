@@ -1,13 +1,15 @@
-"""Test doubles that admit the callers of a peer that serves nothing, or the states of donors."""
+"""Test doubles that admit the callers of a peer that serves nothing, or any state of a donor."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from pathlib import Path
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 from noloco_p2p.errors import Refused
-from noloco_p2p.gossip.frames import FetchItem, FetchWant, Hello, PeerStatus, StateManifest, other_kind
-from noloco_p2p.gossip.seams import Candidate, FrameStream
+from noloco_p2p.gossip.frames import FetchItem, FetchWant, Hello, PeerStatus, other_kind
+from noloco_p2p.gossip.layout import ModelLayout
+from noloco_p2p.gossip.seams import Candidate, FrameStream, Transport
+from noloco_p2p.spec import Spec
+from noloco_p2p.transfer.fetch import Admission
 
 
 class Admitting:
@@ -31,11 +33,13 @@ class Admitting:
         yield
 
 
-class AnyState:
-    """A `transfer.fetch.Admission` that accepts every state."""
+def admission_of(
+    spec: Spec, transport: Transport, *, num_bytes: int = 0, live: Callable[[], Sequence[Candidate]] = tuple
+) -> Admission:
+    """Return an admission for states with the layout "layout" and 10 elements.
 
-    async def check_position(self, donor: Candidate, manifest: StateManifest) -> None: ...
-
-    async def check_state(self, donor: Candidate, manifest: StateManifest, path: Path) -> None: ...
-
-    def refuse(self, donor: Candidate, why: str) -> None: ...
+    It accepts every file, and every position while no live peer is known.
+    """
+    admission = Admission(spec, transport, ModelLayout(()), live=live, check_file=lambda path: None)
+    admission.layout, admission.num_elements, admission.num_bytes = "layout", 10, num_bytes
+    return admission

@@ -67,8 +67,9 @@ def use(crowd: Crowd, monkeypatch: pytest.MonkeyPatch) -> str:
     async def live_run(ticket: Ticket, **rest: Any) -> AsyncIterator[LiveRun]:
         transport = crowd.transport()
         spec = TrainerSpec.of(await fetch_spec(transport, crowd.candidates, expected_digest=ticket.spec_digest))
-        yield LiveRun(spec, transport, live=crowd.live, shuffle=lambda peers: None, **rest)
+        yield LiveRun(spec, transport, live=crowd.live, **rest)
 
     monkeypatch.setattr(merge, "live_run", live_run)
+    monkeypatch.setattr(merge.random, "shuffle", lambda peers: None)
     doors = ("/ip4/127.0.0.1/tcp/9/p2p/" + identity_of("reader").peer_id,)
     return Ticket(crowd.spec.name, crowd.spec.digest(), doors).encode()

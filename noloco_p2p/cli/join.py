@@ -146,7 +146,7 @@ def _train(
             raise peer.fault
         _say("leaving")
     if checkpoint and settings.push_to_hub:
-        from noloco_p2p.trainer.push import push
+        from noloco_p2p.trainer.export import push
 
         _say(f"pushing {checkpoint} to the hub")
         _say(f"pushed to {push(checkpoint, settings.push_to_hub)}")
@@ -180,9 +180,9 @@ def _check(target: TrainerSpec | Ticket, settings: PeerSettings) -> None:
     hold(settings.state_dir).close()
     Ports(settings).check()
     if settings.push_to_hub:
-        from noloco_p2p.trainer.push import claim
+        from noloco_p2p.trainer.export import claim_repo
 
-        claim(settings.push_to_hub)
+        claim_repo(settings.push_to_hub)
     if isinstance(target, Ticket):
         return
     from noloco_p2p.data.sources import check_bindings

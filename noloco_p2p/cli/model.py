@@ -97,14 +97,12 @@ def export(
         check_checkpoint_folder(Path(source))
     if sample and not merge:
         raise SettingsError("--sample requires --merge")
-    from noloco_p2p.trainer.export import check_export_folder
+    from noloco_p2p.trainer.export import check_export_folder, claim_repo, push
     from noloco_p2p.trainer.merge import from_checkpoint
 
     check_export_folder(folder)
     if push_to_hub:
-        from noloco_p2p.trainer.push import claim
-
-        claim(push_to_hub)
+        claim_repo(push_to_hub)
     progress, folders = Progress(print), settings.models
     if merge:
         import uvloop
@@ -116,8 +114,6 @@ def export(
         _write(state, folder, folders, adapters=adapters, progress=progress)
         print(f"wrote {folder}: the checkpoint of run {state.spec.name}")
     if push_to_hub:
-        from noloco_p2p.trainer.push import push
-
         with progress.task("pushing the model"):
             address = push(folder, push_to_hub)
         print(f"pushed to {address}")
@@ -137,7 +133,8 @@ async def _merge(
         state = await live.take(None, sample=sample)
     _write(state, folder, folders, adapters=adapters, progress=progress)
     print(f"wrote {folder}: the mean of {counted(state.num_peers, 'peer')} of run {state.spec.name}")
-    _tell(state)
+    for notice in state.notices:
+        print(notice)
 
 
 async def _merge_stages(live: LiveRun, folder: Path, *, sample: int | None) -> None:
@@ -152,7 +149,8 @@ async def _merge_stages(live: LiveRun, folder: Path, *, sample: int | None) -> N
             with live.progress.task(f"writing stage {stage}"):
                 await asyncio.to_thread(shards.write, stage, state.by_name())
             print(f"stage {stage}: the mean of {counted(state.num_peers, 'peer')}")
-            _tell(state)
+            for notice in state.notices:
+                print(notice)
             del state
         shards.finish(folders=live.folders)
 
@@ -171,16 +169,6 @@ def _check_adapters(spec: TrainerSpec, *, adapters: bool) -> None:
     if adapters and not spec.model.lora.rank:
         raise SettingsError(
             f"--adapters: run {spec.name} has no adapters, because it trains all weights (model.lora.rank is 0)"
-        )
-
-
-def _tell(state: TakenState) -> None:
-    for notice in state.notices():
-        print(notice)
-    if state.num_silent:
-        print(
-            f"peers that have no state yet: {state.num_silent} (a peer has a state seconds after it begins to train; "
-            "try again in a minute)"
         )
 
 
@@ -279,7 +267,7 @@ async def _take_live(
         for stage in live.stages():
             state = await live.take(stage, sample=COMPARED, judge=state_in_the_middle)
             await asyncio.to_thread(start.add, state.by_name())
-            for notice in state.notices():
+            for notice in state.notices:
                 print(notice)
             del state
         return old, spec

@@ -12,7 +12,7 @@ peers, and this module what they share: how a call is made.
             -> it takes them: its Backward is the result. If it dies or gives up, the microbatch is lost
             -> it refuses them, or dies: ask others
 
-The same code runs over sockets (`peer/stage_flow.py`) and on the virtual clock of a simulation.
+The same code runs over sockets (`trainer/stage_flow.py`) and on the virtual clock of a simulation.
 """
 
 from __future__ import annotations

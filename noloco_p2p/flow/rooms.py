@@ -94,17 +94,18 @@ class Turns:
         self.number = number
         self._num_taken = 0
         self._num_asked = 0
-        self._waiting: list[tuple[Kind, int, asyncio.Future[None]]] = []  # a heap; equal kinds in order of arrival
+        # A heap of kinds, places in the order of arrival, and turns that each takes.
+        self._waiting: list[tuple[Kind, int, int, asyncio.Future[None]]] = []
 
     def __len__(self) -> int:
         return self._num_taken
 
     @asynccontextmanager
     async def take(self, kind: Kind) -> AsyncGenerator[None]:
-        share = self._share(kind)
+        share = self.number if kind is Kind.CLOSE_STEP else 1
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._num_asked += 1
-        heapq.heappush(self._waiting, (kind, self._num_asked, turn))
+        heapq.heappush(self._waiting, (kind, self._num_asked, share, turn))
         self._pass_on()
         try:
             await turn
@@ -114,17 +115,12 @@ class Turns:
                 self._num_taken -= share
             self._pass_on()
 
-    def _share(self, kind: Kind) -> int:
-        return self.number if kind is Kind.CLOSE_STEP else 1
-
     def _pass_on(self) -> None:
         while self._waiting:
-            kind, _, turn = self._waiting[0]
-            if turn.done():  # its task was cancelled while it waited
-                heapq.heappop(self._waiting)
-            elif self._num_taken + self._share(kind) > self.number:
-                return
-            else:
-                heapq.heappop(self._waiting)
-                self._num_taken += self._share(kind)
+            _, _, share, turn = self._waiting[0]
+            if not turn.done():  # a turn that is done was cancelled while its task waited
+                if self._num_taken + share > self.number:
+                    return
+                self._num_taken += share
                 turn.set_result(None)
+            heapq.heappop(self._waiting)

@@ -74,6 +74,7 @@ class Exchange:
             snapshot with them.
         codes_beside: Whether coding takes no processor time from training, because an accelerator trains.
         is_at_rest: Whether training is over, so that closing swaps may follow each other at once.
+        only_answers: Whether this peer makes no offers, because only others still need closing swaps.
         is_open: With `outer.wait`, whether training waits for a swap.
         has_diverged: Whether a snapshot had non-finite weights.
         is_closed: Whether this peer has stopped, or swaps through another exchange.
@@ -91,6 +92,7 @@ class Exchange:
         self.judge: Callable[[Coding, str], Halves] = decoded
         self.codes_beside = False
         self.is_at_rest = False
+        self.only_answers = False
         self.is_open = False
         self.is_closed = self.is_replaced = False
         self.has_diverged = False

@@ -234,7 +234,7 @@ class Gossip:
     # offers of this peer
 
     async def _ask_somebody(self) -> Agreed | None:
-        if self.state != "training":
+        if self.state != "training" or self._exchange.only_answers:
             return None
         candidate = self._pairing.next(self._directory.live(), self._loop.time())
         if not candidate:

@@ -20,7 +20,7 @@ from google.protobuf.message import DecodeError, Message
 from noloco_p2p.errors import CorruptPayload
 from noloco_p2p.gossip import frames
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
-from noloco_p2p.transfer.kept_chunks import DIGEST_BYTES
+from noloco_p2p.transfer.fetch import DIGEST_BYTES
 
 T = TypeVar("T")
 

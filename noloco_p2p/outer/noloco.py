@@ -41,6 +41,7 @@ FETCHED_FILE = "fetched.safetensors"  # holds the state of a live peer until it 
 LOOK_S = 1.0  # shortest time between two looks at anything but swaps
 CLOSING_WAIT_S = 30.0  # for the next closing swap
 CLOSING_WAIT_STEPS = 20  # the same in inner steps, if that is longer
+ANSWERING_S = 3.0  # without an offer, after which a peer that needs no more closing swaps stops answering
 
 
 class Membership(Protocol):
@@ -300,20 +301,23 @@ class NoLoCo:
         """After training, swap without inner steps until every part of the weights is close to the mean of all peers.
 
         This takes about log2(N) + 3 mixings of each part with N peers. It ends early if no other peer is left to swap
-        with, or if this peer is asked to leave. The progress of this peer does not change.
+        with, or if this peer is asked to leave. A peer that needs no more swaps itself answers the offers of others for
+        a while, because pairs that finish first would otherwise leave nobody for the last peer. The progress of this
+        peer does not change.
         """
         mixing, exchange = self._mixing, self._exchange
         mixing.rest()
-        wait_s = max(CLOSING_WAIT_S, CLOSING_WAIT_STEPS * exchange.step_s)
-        until_s = time.monotonic() + wait_s
-        while mixing.missing_mixings() and exchange.has_partners() and not self._peer.leave_requested.is_set():
-            exchange.wait_until_settled(LOOK_S)
-            if swapped := self._apply():
-                until_s = time.monotonic() + wait_s
-            elif time.monotonic() > until_s:
+        wait_s = max(CLOSING_WAIT_S, CLOSING_WAIT_STEPS * exchange.step_s) if mixing.missing_mixings() else 0.0
+        swapped_s = time.monotonic()
+        while exchange.has_partners() and not self._peer.leave_requested.is_set():
+            if time.monotonic() - swapped_s > (min(wait_s, ANSWERING_S) if exchange.only_answers else wait_s):
                 break
-            for swap in swapped:
+            exchange.wait_until_settled(LOOK_S)
+            for swap in self._apply():
+                swapped_s = time.monotonic()
                 self._on_swap(swap)
+            exchange.only_answers = not mixing.missing_mixings()
+        exchange.only_answers = False
         self.pause()
 
     def pause(self) -> list[Swapped]:

@@ -18,7 +18,8 @@ from noloco_p2p.outer.weights import Weights, check_vectors
 from noloco_p2p.transfer.donor import SavedState, describe_state
 
 STATE_FILE = "weights"  # stem of the file that newcomers fetch: the weights and, with alpha > 0, the outer momentum
-FAST_FILE = "model"  # stem of the file with the model's parameters, if they are not those in STATE_FILE
+# Stem of the file with the model's parameters, if they are not those in STATE_FILE or fp32 cannot represent them.
+FAST_FILE = "model"
 INNER_FILE = "optimizer"  # stem of the file with the state of the inner optimizer
 BUFFERS_FILE = "buffers"  # stem of the file with buffers such as running statistics, if the model has any
 
@@ -28,7 +29,8 @@ def live_tensors(weights: Weights, model: nn.Module) -> dict[str, dict[str, Tens
     tensors = {}
     if buffers := persistent_buffers(model):
         tensors[BUFFERS_FILE] = buffers
-    if weights.slow is not None:
+    is_exact = all(param.dtype is not torch.float64 for _, param in weights.parameters.named)
+    if weights.slow is not None or not is_exact:
         tensors[FAST_FILE] = weights.parameters.named_values()
     return tensors
 

@@ -1,4 +1,4 @@
-"""Provide the network services that the outer step uses: they let a peer enter, swap and catch up, and serve its state.
+"""Provide the network services that training uses: they let a peer enter, swap, catch up and hold a stage.
 
 A peer fetches a state from live peers when it enters, and a newer one whenever it is far behind the swarm.
 """
@@ -9,7 +9,8 @@ import logging
 import math
 import random
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
@@ -19,21 +20,28 @@ from noloco_p2p.gossip.exchange import Exchange
 from noloco_p2p.gossip.frames import StateManifest
 from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.gossip.seams import Candidate
-from noloco_p2p.peer.network import ASK_AGAIN_S, ENTER_TIMEOUT_S, Network
+from noloco_p2p.outer.saved_state import read_state
+from noloco_p2p.outer.weights import vectors_of
+from noloco_p2p.peer.network import ASK_AGAIN_S, ENTER_TIMEOUT_S, AnyFlow, Network
 from noloco_p2p.peer.network_thread import START_TIMEOUT_S
-from noloco_p2p.peer.state_admission import StateAdmission, ask_for_positions
 from noloco_p2p.swarm.directory import find_somebody
 from noloco_p2p.telemetry.console import duration, named
-from noloco_p2p.telemetry.progress import Report
 from noloco_p2p.ticket import Ticket
-from noloco_p2p.transfer.donor import SavedState, state_file_bytes
-from noloco_p2p.transfer.fetch import can_give, fetch_state, find_difference
-from noloco_p2p.transfer.kept_chunks import forget
+from noloco_p2p.transfer.donor import SavedState
+from noloco_p2p.transfer.fetch import (
+    Admission,
+    ask_for_positions,
+    can_give,
+    fetch_state,
+    find_difference,
+    forget,
+    positions,
+)
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-LOOK_AROUND_S = 10.0  # the same without a ticket, in which case there may be no live peer
+LOOK_AROUND_S = 10.0  # for finding a live peer without a ticket; there may be none
 HOLD_S = 10.0  # in which swaps may end before a pause
 ANSWER_S = 120.0  # for quick requests, on a slow machine
 FETCH_STATE_TIMEOUT_S = 24 * 3600.0  # long, because a starting peer has nothing else to do
@@ -43,7 +51,7 @@ DONORS_ASKED = 3  # donors that are asked for the layout of their model if none 
 
 
 class Membership:
-    """The network services that `NoLoCo` uses on the main thread: the `Membership` of `outer/noloco.py`.
+    """The network services of the main thread: the `Membership` of `outer/noloco.py`, and what a stage needs besides.
 
     Its methods send their requests on the network thread. Long ones raise Left once this peer must end.
     """
@@ -79,15 +87,57 @@ class Membership:
         """Serve this state to newcomers from now on."""
         self._network.states.saved = saved
 
+    # stages
+
+    def members(self) -> Sequence[Candidate]:
+        """Return the other live peers of all stages, from their records."""
+        return self._network.live_peers.everyone()
+
+    def hold(self, stage: int) -> None:
+        """Hold a stage, so that this peer swaps only with peers of that stage and fetches its state from them.
+
+        Call this before a NoLoCo is created. The layout of a stage that was held before is dropped, because peers of
+        the new stage would refuse it as another model.
+        """
+        self._network.live_peers.stage = stage
+        self._network.states.layout = None
+
+    def wait_for(self, stages: Sequence[int]) -> None:
+        """Set the stages that this peer waits for because no peer holds them. `noloco status` shows them."""
+        self._network.status.waits_for_stages = tuple(stages)
+
+    def start_flow(self, make: Callable[[Network], AnyFlow]) -> AnyFlow:
+        """Take part in the pipeline with what `make` returns. Other peers find this one in the directory and send it
+        microbatches.
+        """
+        return self._network.thread.call(self._network.start_flow(make), START_TIMEOUT_S)
+
+    def stop_flow(self) -> None:
+        """Stop taking part in the pipeline, before this peer holds another stage."""
+        self._network.thread.call(self._network.stop_flow(), START_TIMEOUT_S)
+
     # fetching states
 
-    def look_around(self) -> None:
-        """Wait until a live peer is known, if one is expected.
+    def look_around(self) -> Sequence[Candidate]:
+        """Wait until a live peer is known, if one is expected, and return those that may have a state.
 
-        Raises Left, or Unreachable if this peer has a ticket and no peer is live.
+        The result is empty if this peer is the first. Peers that are behind come last. Raises Left, or Unreachable if
+        this peer has a ticket and no peer is live.
         """
+
+        async def find() -> Sequence[Candidate]:
+            net = self._network
+            if isinstance(net.target, Ticket):
+                await find_somebody(net.target, net.directory, timeout_s=ENTER_TIMEOUT_S)
+            elif net.expects_others:
+                await net.directory.wait_for_peers(LOOK_AROUND_S)
+            return [peer for peer in net.live_peers.live() if can_give(peer)]
+
         with self._network.progress.task("looking for live peers"):
-            self._answer(self._look_around())
+            donors = list(self._answer(find()))
+        random.shuffle(donors)
+        middle = median([donor.progress for donor in donors] or [0.0])
+        return sorted(donors, key=lambda donor: donor.progress < middle)
 
     def _fetch_first(self, target: Path) -> StateManifest | None:
         """Fetch the state of a live peer into `target`, and return its manifest, or None if no peer has a state.
@@ -99,7 +149,7 @@ class Membership:
         be written; and ModelError if live peers train another model. The ModelError names the first tensor that
         differs.
         """
-        donors, told = self._look_for_donors(), False
+        donors, told = self.look_around(), False
         while donors:
             manifest = self._fetch_state(donors, target=target, timeout_s=FETCH_STATE_TIMEOUT_S)
             if manifest:
@@ -117,7 +167,7 @@ class Membership:
                 log.warning("no peer of the run is answering; waiting until one does or all records have expired")
             if self._network.leaving.wait(ASK_AGAIN_S):
                 raise Left("asked to leave before any peer of the run answered")
-            donors = self._look_for_donors()
+            donors = self.look_around()
         if told and not donors and self._network.live_peers.stage is not None:
             raise Unreachable("the peers that held this stage are gone; restart this peer to wait for their return")
         return None
@@ -125,7 +175,8 @@ class Membership:
     def answering(self) -> Sequence[Candidate]:
         """Request the current status of some of this peer's possible partners, and return those that answer.
 
-        Unlike the directory, the result contains no dead peers. Raises Left.
+        In a run with stages, these are peers with the same stage. Unlike the directory, the result contains no dead
+        peers. Raises Left.
         """
 
         async def ask() -> Sequence[Candidate]:
@@ -136,7 +187,7 @@ class Membership:
     def rescue(self, *, target: Path) -> StateManifest | None:
         """Fetch the state of a live peer into `target`, because this peer's own weights are lost."""
         try:
-            donors = self._look_for_donors()
+            donors = self.look_around()
             return self._fetch_state(donors, target=target, timeout_s=CATCH_UP_TIMEOUT_S)
         except (Left, Unreachable, CheckpointError, TimedOut, TimeoutError) as error:
             log.error("no live peer gave its state: %s", error)
@@ -189,8 +240,7 @@ class Membership:
         if time.monotonic() >= self._ask_again_s and self._network.service.take_refused_as_stale():
             self._ask_again_s = time.monotonic() + CATCH_UP_AGAIN_S
             live = self.answering()
-        positions = [each.progress for each in live if each.state in ("training", "done")]
-        middle = median(positions) if positions else 0.0  # the median decides, so a minority has no effect
+        middle = median(positions(live) or [0.0])  # the median decides, so a minority has no effect
         if middle - progress <= self._network.spec.furthest:
             return []
 
@@ -201,34 +251,9 @@ class Membership:
         random.shuffle(ahead)
         return ahead
 
-    def _look_for_donors(self) -> Sequence[Candidate]:
-        with self._network.progress.task("looking for live peers"):
-            return self._answer(self._find_donors())
-
     def _answer(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a quick request on the network thread, and return the answer. Raises Left."""
         return self._network.thread.call(coroutine, ANSWER_S, leaving=self._network.leaving)
-
-    async def _look_around(self) -> None:
-        """Wait until a live peer is known, if one is expected. Raises Unreachable if there is a ticket but no live
-        peer.
-        """
-        net = self._network
-        if isinstance(net.target, Ticket):
-            await find_somebody(net.target, net.directory, timeout_s=ENTER_TIMEOUT_S)
-        elif net.expects_others:
-            await net.directory.wait_for_peers(LOOK_AROUND_S)
-
-    async def _find_donors(self) -> Sequence[Candidate]:
-        """Return the live peers that may have a state, or an empty list if this peer is the first.
-
-        Raises Unreachable.
-        """
-        await self._look_around()
-        donors = [peer for peer in self._network.live_peers.live() if can_give(peer)]
-        random.shuffle(donors)
-        middle = median(donor.progress for donor in donors) if donors else 0.0
-        return sorted(donors, key=lambda donor: donor.progress < middle)  # peers that are behind come last
 
     def _fetch_state(
         self,
@@ -239,25 +264,20 @@ class Membership:
         newer_than: float = -math.inf,
     ) -> StateManifest | None:
         net, layout = self._network, self._layout
-
-        def fetching(report: Report) -> Coroutine[Any, Any, StateManifest | None]:
-            return fetch_state(
-                net.transport,
-                donors,
-                layout=layout.digest(),
-                num_elements=layout.num_elements,
-                num_bytes=state_file_bytes(layout.num_elements, net.spec.outer),
-                target=target,
-                admission=StateAdmission(net.spec, net.transport, live=net.live_peers.live),
-                newer_than=newer_than,
-                live=net.live_peers.live,
-                patience_s=math.inf,
-                on_progress=report,
-            )
-
+        check_file = partial(read_state, expected=vectors_of(net.spec.outer, layout.num_elements))
         try:
             with net.progress.task("fetching the state of the swarm", unit="bytes") as report:
-                manifest = net.thread.call(fetching(report), timeout_s, leaving=net.leaving)
+                fetching = fetch_state(
+                    net.transport,
+                    donors,
+                    Admission(net.spec, net.transport, layout, live=net.live_peers.live, check_file=check_file),
+                    target=target,
+                    newer_than=newer_than,
+                    live=net.live_peers.live,
+                    patience_s=math.inf,
+                    on_progress=report,
+                )
+                manifest = net.thread.call(fetching, timeout_s, leaving=net.leaving)
             if manifest is None:
                 forget(target)
         except TimeoutError:

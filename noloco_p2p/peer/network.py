@@ -10,12 +10,12 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import asdict, replace
 from threading import Event
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from noloco_p2p.bans import BanList
 from noloco_p2p.control import Handler, answering
@@ -26,6 +26,7 @@ from noloco_p2p.gossip.seams import Candidate, Outside
 from noloco_p2p.gossip.service import PeerService
 from noloco_p2p.identity import Identity
 from noloco_p2p.net.client import GrpcTransport
+from noloco_p2p.net.flow import FlowLinks
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.session import Session
 from noloco_p2p.net.throttle import Limits
@@ -34,7 +35,6 @@ from noloco_p2p.peer.network_thread import START_TIMEOUT_S, NetworkThread
 from noloco_p2p.peer.pausing import Pausing, watch_machine
 from noloco_p2p.peer.reachability import Reachability
 from noloco_p2p.peer.run_folder import Ports, find_invitation, folder_of, read_spec, write_run
-from noloco_p2p.peer.stage_flow import ListedHeads, StageFlow
 from noloco_p2p.settings import PeerSettings, split_address
 from noloco_p2p.spec import Spec
 from noloco_p2p.swarm.dial_back import Reach
@@ -52,6 +52,7 @@ log = logging.getLogger(__name__)
 
 ENTER_TIMEOUT_S = 30.0  # for finding a live peer of the run that a ticket names
 ASK_AGAIN_S = 1.0  # between two requests to the live peers
+HEAD_S = 5.0  # longest wait for the record of a head
 CHECK_CLOCK_S = 6.0  # for one attempt with each of the peers that this one enters through
 
 
@@ -59,18 +60,18 @@ class LivePeers:
     """The live peers that this one can call. It implements `gossip.seams.Directory`.
 
     In a run with stages, `stage` is the stage of this peer. Once it is set, the interface returns only peers of that
-    stage. `live`, `reached` and `find` must be called on the network thread, because they may open a tunnel. The other
+    stage. `live`, `find` and `reached` must be called on the network thread, because they may open a tunnel. The other
     methods are thread-safe.
     """
 
     def __init__(self, directory: SwarmDirectory, tunnels: Tunnels) -> None:
         self.stage: int | None = None
+        self.heads = ListedHeads(directory)
         self._directory = directory
         self._tunnels = tunnels
-        self.heads = ListedHeads(directory)
 
     def live(self) -> Sequence[Candidate]:
-        return self._of_own_stage(self.reached(self._directory.live()))
+        return self._of_own_stage(self.reached())
 
     def num_live(self) -> int:
         others = self._directory.headcount().others
@@ -94,12 +95,31 @@ class LivePeers:
         """Return the live peers of this peer's stage, or of all stages if it does not hold one yet."""
         return self._of_own_stage(self.everyone())
 
-    def reached(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-        """Return the same peers, each with a tunnel's address if it has no other."""
-        return self._tunnels.reached(candidates)
+    def reached(self, candidates: Sequence[Candidate] | None = None) -> Sequence[Candidate]:
+        """Return the same peers, or the live peers of all stages, each with a tunnel's address if it has no other."""
+        return self._tunnels.reached(self.everyone() if candidates is None else candidates)
 
     def _of_own_stage(self, peers: Sequence[Candidate]) -> Sequence[Candidate]:
         return peers if self.stage is None else [peer for peer in peers if peer.stage == self.stage]
+
+
+class ListedHeads:
+    """The peers that the directory lists as heads now. It is a container of their peer ids.
+
+    A peer of a private run has no record here without an invitation, because the records are kept under a secret key.
+    """
+
+    def __init__(self, directory: SwarmDirectory) -> None:
+        self._directory = directory
+
+    def __contains__(self, peer_id: object) -> bool:
+        record = self._directory.record_of(peer_id) if isinstance(peer_id, str) else None
+        return record is not None and record.stage == 0
+
+    async def look_for(self, peer_id: str) -> None:
+        """Read the record of a peer that is not listed as a head, because this peer may not have seen it yet."""
+        if peer_id not in self:
+            await self._directory.look_for(peer_id, timeout_s=HEAD_S)
 
 
 class Status:
@@ -164,6 +184,23 @@ def _counted(counts: Counts, relayed_bytes: int) -> dict[str, int]:
     }
 
 
+class Flow(Protocol):
+    """What a peer tells others about its pipeline: the `trainer.stage_flow.StageFlow` of a peer that holds a stage."""
+
+    links: FlowLinks
+    num_stages: int
+
+    @property
+    def sends_to(self) -> tuple[str, ...]: ...
+
+    def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+
+AnyFlow = TypeVar("AnyFlow", bound=Flow)
+
+
 class Network:
     """The parts of a peer that live on its network thread, and what they tell other peers about this one.
 
@@ -206,7 +243,7 @@ class Network:
             upload_bytes_per_s=settings.upload_bytes_per_s, download_bytes_per_s=settings.download_bytes_per_s
         )
         self.states = StateServer()
-        self.stage_flow: StageFlow | None = None
+        self.stage_flow: Flow | None = None
         self.target = target
         self._settings = settings
         self._entrances = [*settings.bootstrap, *(() if is_spec else target.addresses)]
@@ -259,7 +296,7 @@ class Network:
         write_run(self.spec, self.session.invitation, folder_of(settings.state_dir, self.spec.run_id))
         if settings.metrics:
             await self._serve_metrics(settings.metrics)
-        parts.push_async_callback(end_tasks, watch_machine(settings, self.pausing))
+        parts.push_async_callback(end_tasks, [asyncio.create_task(watch_machine(settings, self.pausing))])
         parts.push_async_callback(self._leave)
 
     async def stop(self) -> None:
@@ -313,6 +350,18 @@ class Network:
         host, port = split_address(address)
         page = serving(metrics_app(self._metrics_page), host=host, port=port, flag="--metrics")
         self.metrics_address = f"{host}:{await self._parts.enter_async_context(page)}"
+
+    async def start_flow(self, make: Callable[[Network], AnyFlow]) -> AnyFlow:
+        """Take part in the pipeline."""
+        self.stage_flow = flow = make(self)
+        self.server.serve_flow = flow.links.serve
+        flow.start()
+        return flow
+
+    async def stop_flow(self) -> None:
+        flow, self.stage_flow, self.server.serve_flow = self.stage_flow, None, None
+        if flow:
+            await flow.stop()
 
     async def _leave(self) -> None:
         self.status.change("leaving")

@@ -10,7 +10,6 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import psutil
@@ -154,26 +153,13 @@ def minute_of_day() -> int:
     return 60 * local.tm_hour + local.tm_min
 
 
-def watch_machine(settings: PeerSettings, pausing: Pausing) -> list[asyncio.Task[None]]:
-    """Start observing this machine, and return the tasks that do so.
-
-    There is no task if the settings let the peer train at any time.
-    """
-    if settings.when == "always":
-        return []
+async def watch_machine(settings: PeerSettings, pausing: Pausing) -> None:
+    """Observe this machine every few seconds, on another thread, and tell `pausing` why this peer must not train."""
     use, free_time = MachineUse(), FreeTime(settings)
-
-    def why_not() -> Reason | None:
-        return free_time.why_not(minute=minute_of_day(), others_share=use.others_share(), now_s=time.monotonic())
-
-    return [asyncio.create_task(watch(why_not, pausing))]
-
-
-async def watch(why_not: Callable[[], Reason | None], pausing: Pausing, *, every_s: float = LOOK_S) -> None:
-    """Ask every few seconds, on another thread, why this peer must not train now, and tell `pausing`."""
-    while True:
+    while settings.when != "always":
         try:
-            pausing.heed(await asyncio.to_thread(why_not))
+            share = await asyncio.to_thread(use.others_share)
+            pausing.heed(free_time.why_not(minute=minute_of_day(), others_share=share, now_s=time.monotonic()))
         except Exception:  # the peer stays in its present state
             log.exception("the load on this machine could not be measured")
-        await asyncio.sleep(every_s)
+        await asyncio.sleep(LOOK_S)

@@ -17,7 +17,6 @@ from noloco_p2p.peer.membership import Membership
 from noloco_p2p.peer.network import ENTER_TIMEOUT_S, Network
 from noloco_p2p.peer.network_thread import START_TIMEOUT_S, STOP_TIMEOUT_S, NetworkThread
 from noloco_p2p.peer.run_folder import folder_of
-from noloco_p2p.peer.stages import Stages
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.spec import Spec
 from noloco_p2p.swarm.dial_back import Verdict
@@ -80,7 +79,6 @@ class Peer:
             self._parts = parts.pop_all()
         self.spec = net.spec
         self.membership = Membership(net)
-        self.stages = Stages(net, self.membership)
 
     @classmethod
     def join(

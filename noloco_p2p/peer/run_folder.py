@@ -84,19 +84,15 @@ def find_invitation(target: Spec | Ticket, settings: PeerSettings) -> Invitation
             raise SettingsError(f"--run-key {settings.run_key}: this is not the run key that the run spec names")
         found = invite(key, expires_at_s=time.time() + OWN_INVITATION_S, seed=os.urandom(32))
     else:
-        found = _kept_invitation(target, settings.state_dir)
+        try:
+            found = Invitation.decode((folder_of(settings.state_dir, target.run_id) / INVITATION_FILE).read_bytes())
+        except OSError:
+            raise SettingsError(
+                f"the run {target.name} is private: join with a ticket, or with --run-key FILE if you have its key"
+            ) from None
     if found:
         found.check_time(time.time())
     return found
-
-
-def _kept_invitation(spec: Spec, state_dir: Path) -> Invitation:
-    try:
-        return Invitation.decode((folder_of(state_dir, spec.run_id) / INVITATION_FILE).read_bytes())
-    except OSError:
-        raise SettingsError(
-            f"the run {spec.name} is private: join with a ticket, or with --run-key FILE if you have its key"
-        ) from None
 
 
 class Ports:
@@ -109,9 +105,9 @@ class Ports:
         self._file = settings.state_dir / PORTS_FILE
         self._host = settings.listen_host
         self._fixed = settings.listen_port != 0
-        remembered = remembered_ports(settings.state_dir)
-        self.grpc = settings.listen_port if self._fixed else remembered.get("grpc", 0)
-        self.libp2p = settings.libp2p_port if self._fixed else remembered.get("libp2p", 0)
+        fixed = {"grpc": settings.listen_port, "libp2p": settings.libp2p_port}
+        ports = fixed if self._fixed else remembered_ports(settings.state_dir)
+        self.grpc, self.libp2p = ports.get("grpc", 0), ports.get("libp2p", 0)
 
     def check(self) -> None:
         """Raise SettingsError if a port that the user named is in use. Call this before anything is started."""

@@ -16,7 +16,7 @@ from noloco_p2p.gossip.seams import Outside
 from noloco_p2p.gossip.service import PeerService
 from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.outer.mixing import Mixing, Swapped
-from noloco_p2p.outer.noloco import CLOSING_WAIT_S, LOOK_S
+from noloco_p2p.outer.noloco import ANSWERING_S, CLOSING_WAIT_S, LOOK_S
 from noloco_p2p.outer.weights import Weights
 from noloco_p2p.simulate.clock import InlineExecutor
 from noloco_p2p.simulate.material import Material
@@ -150,14 +150,18 @@ class SimulatedPeer:
         return bool(swapped)
 
     async def close(self) -> None:
-        """Swap without training until all parts of the weights have been mixed often enough."""
+        """Swap without training, as `NoLoCo.close` does."""
         self._service.state = "training"
         self.mixing.rest()
-        until_s = now_s() + CLOSING_WAIT_S
-        while self.mixing.missing_mixings() and self.exchange.has_partners() and now_s() < until_s:
+        wait_s = CLOSING_WAIT_S if self.mixing.missing_mixings() else 0.0
+        swapped_s = now_s()
+        while self.exchange.has_partners():
+            if now_s() - swapped_s >= (min(wait_s, ANSWERING_S) if self.exchange.only_answers else wait_s):
+                break
             await self.exchange.settled(LOOK_S)
             if self.apply():
-                until_s = now_s() + CLOSING_WAIT_S
+                swapped_s = now_s()
+            self.exchange.only_answers = not self.mixing.missing_mixings()
 
     async def depart(self) -> None:
         """Let the swaps that have begun end, and leave the network."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, median
 from typing import Any
@@ -17,6 +16,7 @@ from noloco_p2p.flow.head import Head
 from noloco_p2p.flow.limits import num_rooms
 from noloco_p2p.simulate.clock import run_virtual
 from noloco_p2p.simulate.material import Material
+from noloco_p2p.simulate.replica import now_s
 from noloco_p2p.simulate.result import SWAP_COLUMNS, Swaps
 from noloco_p2p.simulate.staged import StagedPlan, StagedSwarm, StageNode
 from noloco_p2p.telemetry.console import aligned, mib
@@ -28,41 +28,6 @@ COLUMNS = (
     *("spread %", *SWAP_COLUMNS, "sent per peer", "of which swaps"),
 )
 NUM_PATHS = 8  # number of random paths over which the loss is averaged
-
-
-@dataclass(frozen=True, slots=True)
-class Speed:
-    """Speeds while the heads are training.
-
-    `tokens_per_s` is the speed of the whole pipeline over the middle half of its tokens, when windows have grown and no
-    head has finished yet. `busy` has, for each node, the shares of time in which its compute, up link and down link are
-    busy.
-    """
-
-    virtual_s: float
-    tokens: int
-    tokens_per_s: float
-    latency_s: float  # median, from the sending of a microbatch to the end of its backward pass
-    busy: dict[str, tuple[float, float, float]]
-
-    @classmethod
-    def of(cls, swarm: StagedSwarm) -> Speed:
-        now_s = asyncio.get_running_loop().time()
-        each = swarm.spec.pipeline.microbatch * swarm.spec.data.sequence_length
-        times = swarm.losses_s
-        begin, end = len(times) // 4, 3 * len(times) // 4
-        seconds = times[end] - times[begin] if end > begin else 0.0
-        latencies = [head.flow.deadlines.median_s for head in swarm.stages[0] if isinstance(head.flow, Head)]
-        return cls(
-            now_s,
-            each * len(times),
-            each * (end - begin) / seconds if seconds else 0.0,
-            median(latencies),
-            {
-                node.name: (node.busy_s / now_s, node.link.up.busy_s / now_s, node.link.down.busy_s / now_s)
-                for node in swarm.nodes.values()
-            },
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,68 +109,66 @@ def simulate_stages(
     async def run() -> StagedResult:
         swarm = StagedSwarm(material, plan)
         await swarm.train(on_made)
-        speed = Speed.of(swarm)
+        pace = _pace(swarm)
+        busy = {node.name: node.busy_shares() for node in swarm.nodes.values()}
         await swarm.finish()
-        result = judge_stages(swarm, speed)
+        weights = [[node.current_weights() for node in swarm.living(stage)] for stage in range(plan.num_stages)]
+        for stage, own in enumerate(weights):
+            if not own:
+                raise SettingsError(f"every replica of stage {stage} is gone, so there is no result; reduce --churn")
+        stages = tuple(_stage(swarm, stage, own, busy) for stage, own in enumerate(weights))
+        heads = [node.flow for node in swarm.stages[0]]
+        result = StagedResult(
+            rule="noloco" if plan.gossips else "local",
+            loss=_path_loss(swarm, weights),
+            merged_loss=swarm.merged_loss(weights),
+            predicted_tokens_per_s=min(stage.tokens_per_s for stage in stages),
+            num_lost=sum(head.num_lost for head in heads),
+            num_done=sum(head.num_done for head in heads),
+            num_rooms=plan.window or num_rooms(swarm.spec),
+            stages=stages,
+            curve=tuple(swarm.curve),
+            **pace,
+        )
         await swarm.stop()
         return result
 
     return run_virtual(run())
 
 
-def judge_stages(swarm: StagedSwarm, speed: Speed) -> StagedResult:
-    weights = [[node.current_weights() for node in swarm.living(stage)] for stage in range(swarm.plan.num_stages)]
-    for stage, own in enumerate(weights):
-        if not own:
-            raise SettingsError(f"every replica of stage {stage} is gone, so there is no result; reduce --churn")
-    heads = [node.flow for node in swarm.stages[0]]
-    stages = tuple(_stage(swarm, stage, own, speed) for stage, own in enumerate(weights))
-    return StagedResult(
-        rule="noloco" if swarm.plan.gossips else "local",
-        loss=_path_loss(swarm, weights),
-        merged_loss=swarm.merged_loss(weights),
-        tokens=speed.tokens,
-        virtual_s=speed.virtual_s,
-        tokens_per_s=speed.tokens_per_s,
-        predicted_tokens_per_s=min(stage.tokens_per_s for stage in stages),
-        latency_s=speed.latency_s,
-        num_lost=sum(head.num_lost for head in heads),
-        num_done=sum(head.num_done for head in heads),
-        num_rooms=swarm.plan.window or num_rooms(swarm.spec),
-        stages=stages,
-        curve=tuple(swarm.curve),
-    )
+def _pace(swarm: StagedSwarm) -> dict[str, Any]:
+    """Return the fields of the result that describe the time in which the heads were training.
 
-
-def predicted_tokens_per_s(swarm: StagedSwarm, nodes: Iterable[StageNode]) -> float:
-    """Predict the speed of a stage. Each replica contributes the lower of the rates that its link and its compute
-    allow.
+    The speed is that over the middle half of the tokens, when windows have grown and no head has finished yet.
     """
-    spec = swarm.spec
-    total = 0.0
-    for node in nodes:
-        profile = swarm.plan.link(node.stage, node.number)
-        rate = min(profile.up_mbit_s, profile.down_mbit_s)
-        carried = link_tokens_per_s(spec.pipeline, node.work.stage.hidden_size, mbit_s=rate)
-        total += min(carried, node.flops_per_s / sum(node.flops.values()))
-    return total
+    each = swarm.spec.pipeline.microbatch * swarm.spec.data.sequence_length
+    times = swarm.losses_s
+    begin, end = len(times) // 4, 3 * len(times) // 4
+    seconds = times[end] - times[begin] if end > begin else 0.0
+    return {
+        "virtual_s": now_s(),
+        "tokens": each * len(times),
+        "tokens_per_s": each * (end - begin) / seconds if seconds else 0.0,
+        "latency_s": median(head.flow.deadlines.median_s for head in swarm.stages[0] if isinstance(head.flow, Head)),
+    }
 
 
-def _stage(swarm: StagedSwarm, stage: int, weights: Sequence[Tensor], speed: Speed) -> StageResult:
-    nodes = swarm.living(stage)
-    counted, lost, late = (
-        sum(getattr(node.flow, name) for node in swarm.stages[stage]) for name in ("num_done", "num_lost", "num_late")
-    )
-    busy = [speed.busy[node.name] for node in nodes]
+def _stage(
+    swarm: StagedSwarm, stage: int, weights: Sequence[Tensor], busy: Mapping[str, tuple[float, ...]]
+) -> StageResult:
+    nodes, flows = swarm.living(stage), [node.flow for node in swarm.stages[stage]]
+    counted = sum(flow.num_done for flow in flows)
+    lost, late = sum(flow.num_lost for flow in flows), sum(flow.num_late for flow in flows)
+    compute, up, down = map(fmean, zip(*(busy[node.name] for node in nodes), strict=True))
     return StageResult(
         stage=stage,
         num_replicas=len(nodes),
         num_parameters=weights[0].numel(),
         steps=fmean(node.steps for node in nodes),
-        tokens_per_s=predicted_tokens_per_s(swarm, nodes),
-        compute_busy=fmean(each[0] for each in busy),
-        up_busy=fmean(each[1] for each in busy),
-        down_busy=fmean(each[2] for each in busy),
+        tokens_per_s=sum(_predicted_tokens_per_s(swarm, node) for node in nodes),
+        compute_busy=compute,
+        up_busy=up,
+        down_busy=down,
         counted=counted,
         lost_share=lost / max(1, lost + counted),
         late_share=late / max(1, counted),
@@ -214,6 +177,14 @@ def _stage(swarm: StagedSwarm, stage: int, weights: Sequence[Tensor], speed: Spe
         sent_bytes=fmean(node.link.up.flow_bytes + node.link.up.swap_bytes for node in nodes),
         swap_bytes=fmean(node.link.up.swap_bytes for node in nodes),
     )
+
+
+def _predicted_tokens_per_s(swarm: StagedSwarm, node: StageNode) -> float:
+    """Return the lower of the speeds that the link and the compute of a replica allow."""
+    profile = swarm.plan.link(node.stage, node.number)
+    rate = min(profile.up_mbit_s, profile.down_mbit_s)
+    carried = link_tokens_per_s(swarm.spec.pipeline, node.work.stage.hidden_size, mbit_s=rate)
+    return min(carried, node.flops_per_s / sum(node.flops.values()))
 
 
 def _path_loss(swarm: StagedSwarm, weights: Sequence[Sequence[Tensor]]) -> float:

@@ -8,7 +8,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -28,9 +28,9 @@ from noloco_p2p.simulate.shared_link import SharedLink, Urgency, transfer
 from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.testing.links import IDEAL, LinkProfile
 from noloco_p2p.testing.memory import MemoryNetwork
-from noloco_p2p.trainer.cut import auto_cut
 from noloco_p2p.trainer.model import build_on_meta
 from noloco_p2p.trainer.stage import build_stage, measure, train_of_stage
+from noloco_p2p.trainer.stage_choice import StageNeeds
 from noloco_p2p.trainer.stage_work import StageWork
 
 T = TypeVar("T")
@@ -105,15 +105,10 @@ def by_stage(
 
 
 def staged(spec: TrainerSpec, num_stages: int) -> TrainerSpec:
-    """Return the spec with `num_stages` stages. A spec that already has `num_stages` stages keeps its cut. Raises
-    SpecError.
-    """
+    """Return the spec with `num_stages` stages. If it has them already, its cut is kept. Raises SpecError."""
     if spec.pipeline.stages == num_stages and spec.pipeline.cut != "auto":
         return spec
-    meta = build_on_meta(spec.model, sequence_length=spec.data.sequence_length)
-    cut = auto_cut(measure(meta, sequence_length=spec.data.sequence_length), num_stages)
-    changes = {"model.parameter_seeds": True, "pipeline.stages": num_stages, "pipeline.cut": cut}
-    return spec.with_changes(changes, origin="--stages")
+    return StageNeeds.of(spec, num_stages).spec
 
 
 class StageNode(SimulatedPeer):
@@ -169,19 +164,37 @@ class StageNode(SimulatedPeer):
         self._swarm.nodes[self.name] = self
         self._swarm.stages[self.stage].append(self)
         swarm, spec = self._swarm, self._spec
-        shared: dict[str, Any] = {
-            "num_rooms": swarm.plan.window or num_rooms(spec),
-            "rng": random.Random(f"flow/{swarm.plan.seed}/{self.name}"),
-            "progress": self.progress,
-        }
+        rooms, rng = swarm.plan.window or num_rooms(spec), random.Random(f"flow/{swarm.plan.seed}/{self.name}")
         if self.stage == 0:
             batches = swarm.material.batches(self.name, replica=self.number, batch_size=spec.pipeline.microbatch)
             self._batches = iter(batches)
-            self.flow = Head(spec, self, self, peer_id=self.name, first_number=0, **shared)
+            self.flow = Head(
+                spec,
+                self,
+                self,
+                peer_id=self.name,
+                num_rooms=rooms,
+                first_number=0,
+                rng=rng,
+                progress=self.progress,
+            )
         else:
-            self.flow = Replica(spec, self, self, stage=self.stage, heads=swarm.networks[0].listed, **shared)
+            self.flow = Replica(
+                spec,
+                self,
+                self,
+                stage=self.stage,
+                heads=swarm.networks[0].listed,
+                num_rooms=rooms,
+                rng=rng,
+                progress=self.progress,
+            )
         self.flow.start()
         self.flow.follow(self._live)
+
+    def busy_shares(self) -> tuple[float, float, float]:
+        """Return the shares of time in which the compute, the up link and the down link have been busy."""
+        return self.busy_s / now_s(), self.link.up.busy_s / now_s(), self.link.down.busy_s / now_s()
 
     async def leave(self) -> None:
         """Accept no new microbatches, finish those that this node holds, and leave."""

@@ -1,8 +1,12 @@
-"""Choose how this machine computes an inner step. Apart from rounding, these settings do not change the result."""
+"""Choose how this machine computes an inner step. Apart from rounding, these settings do not change the result.
+
+How many sequences fit into memory at a time is found out by measuring a single one. The FLOPs of a model and the peak
+rates of accelerators give the model FLOPs utilisation (MFU).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,10 +15,37 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from noloco_p2p.devices import has_fast_bf16, has_own_memory
+from noloco_p2p.devices import free_and_total_bytes, free_memory, has_fast_bf16, has_own_memory
 from noloco_p2p.errors import SettingsError
 from noloco_p2p.settings import DEVICE, DEVICES, PeerSettings
 from noloco_p2p.spec import TrainerSpec
+
+USED_SHARE = 0.8  # share of the free memory that is used, because allocators lose some to fragmentation
+MOMENT_BYTES = 8  # per trainable parameter; the optimizer allocates them at its first step
+# The peak of a forward and backward pass, relative to the memory that is kept between the two. It is used on devices
+# that do not report the peak.
+TEMPORARY = 1.5
+# Peak rates for dense bf16 on the matrix cores, in flops per second, from the vendors' data sheets. Each key is a part
+# of a device's name, and the first match is used. Without a match, no MFU is reported, because it would be a guess.
+PEAKS = {
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "A10G": 70e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+    "MI325X": 1307e12,
+    "MI300X": 1307e12,
+    "MI300A": 980e12,
+    "MI210": 181e12,
+}
 
 
 def choose_device(name: str, gpu: int | None = None) -> torch.device:
@@ -160,3 +191,78 @@ def micro_batches(
 def _cut(num: int, num_parts: int, part: int) -> int:
     """Return the index at which part number `part` begins when `num` items are split as evenly as possible."""
     return num * part // num_parts
+
+
+def free_bytes(device: torch.device, *, num_parameters: int, has_moments: bool) -> int:
+    """Return the bytes on `device` that remain free for activations once the optimizer has allocated its moments.
+
+    `has_moments` says whether the moments are on that device.
+    """
+    moments = MOMENT_BYTES * num_parameters if has_moments else 0
+    if device.type == "cpu":
+        return max(0, free_memory() - moments)
+    free, _ = free_and_total_bytes(device)
+    if not has_own_memory(device):
+        free = min(free, free_memory())
+    return max(0, free - moments)
+
+
+def sequence_bytes(backward: Callable[[Tensor], object], sequence: Tensor, device: torch.device) -> int:
+    """Return the memory that the forward and backward passes of one sequence, of shape (1, tokens), need.
+
+    Weights and gradients are not included. On an accelerator, the result is the measured peak. The CPU and MPS do not
+    measure a peak, so the result is 1.5 times the memory that autograd keeps between the two passes.
+    """
+    if not has_own_memory(device):
+        with torch.compiler.set_stance("force_eager"):
+            return max(1, int(TEMPORARY * _kept_bytes(backward, sequence)))
+    accelerator = torch.get_device_module(device)
+    backward(sequence)  # allocates gradients, workspaces and compiled code, whatever the number of sequences
+    before = accelerator.memory_allocated(device)
+    accelerator.reset_peak_memory_stats(device)
+    backward(sequence)
+    return max(1, accelerator.max_memory_allocated(device) - before)
+
+
+def fitting(free_bytes: int, sequence_bytes: int, *, largest: int) -> int:
+    """Return the number of sequences that fit into memory at a time, from 1 to `largest`."""
+    return max(1, min(largest, int(USED_SHARE * free_bytes) // sequence_bytes))
+
+
+def _kept_bytes(backward: Callable[[Tensor], object], sequence: Tensor) -> int:
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        whole = tensor if tensor._base is None else tensor._base
+        if not whole.is_leaf:  # weights, views of them and inputs exist anyway
+            storage = tensor.untyped_storage()
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        backward(sequence)
+    return sum(kept.values())
+
+
+def flops_per_token(model: nn.Module, *, sequence_length: int) -> float:
+    """Return the number of flops per token of a forward and a backward pass.
+
+    Every weight of a matrix product counts as 6 flops if it is trained. It counts as 4 if it is frozen, because its
+    gradient is not computed. Causal attention adds 6 x layers x width x tokens, because the masked half of its matrix
+    is not counted. Input embeddings do not count, because they are looked up, not multiplied. A tied embedding counts
+    as the head. Recomputation by activation checkpointing is not counted.
+    """
+    embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    multiplied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
+    flops = 0.0
+    for param in model.parameters():
+        if id(param) not in embedded or id(param) in multiplied:
+            flops += param.numel() * (6 if param.requires_grad else 4)
+    config = getattr(getattr(model, "base_model", model), "config", None)
+    layers, width = getattr(config, "num_hidden_layers", 0), getattr(config, "hidden_size", 0)
+    return flops + 6.0 * layers * width * sequence_length
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Look up the peak rate of an accelerator by name. Return None if it is not in the table."""
+    return next((peak for part, peak in PEAKS.items() if part in device_name), None)

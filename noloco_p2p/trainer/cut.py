@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from noloco_p2p.errors import SettingsError, SpecError
 from noloco_p2p.settings import PeerSettings
@@ -19,23 +20,12 @@ LATE_SHARE = 4  # a quarter of a batch may be in flight
 CROSSING = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """One block, or all parts of the head that are not blocks: embedding, final norm and LM head."""
 
     num_parameters: int
     num_matrix_parameters: int  # the ones that Muon optimizes
     flops: float  # per token: forward and backward pass, and a second forward pass where a stage recomputes it
-
-    def times(self, number: int) -> Part:
-        return Part(number * self.num_parameters, number * self.num_matrix_parameters, number * self.flops)
-
-    def plus(self, other: Part) -> Part:
-        return Part(
-            self.num_parameters + other.num_parameters,
-            self.num_matrix_parameters + other.num_matrix_parameters,
-            self.flops + other.flops,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +38,12 @@ class Sizes:
     hidden_size: int
 
     def stage(self, cut: Sequence[int], index: int) -> Part:
-        blocks = self.block.times(cut[index])
-        return blocks if index else blocks.plus(self.vocabulary)
+        return self.part(cut[index], is_head=index == 0)
+
+    def part(self, num_blocks: int, *, is_head: bool) -> Part:
+        sizes = zip(self.block, self.vocabulary, strict=True)
+        parameters, matrix_parameters, flops = (num_blocks * block + is_head * other for block, other in sizes)
+        return Part(int(parameters), int(matrix_parameters), flops)
 
 
 def auto_cut(sizes: Sizes, num_stages: int) -> tuple[int, ...]:
@@ -63,7 +57,7 @@ def auto_cut(sizes: Sizes, num_stages: int) -> tuple[int, ...]:
         raise SpecError(f"pipeline.stages is {num_stages}, but the model has only {sizes.num_blocks} blocks")
     if num_stages == 1:
         return (sizes.num_blocks,)
-    whole = sizes.block.times(sizes.num_blocks).plus(sizes.vocabulary)
+    whole = sizes.part(sizes.num_blocks, is_head=True)
 
     def largest(cut: tuple[int, ...]) -> float:
         stages = [sizes.stage(cut, index) for index in range(num_stages)]
@@ -71,7 +65,7 @@ def auto_cut(sizes: Sizes, num_stages: int) -> tuple[int, ...]:
 
     most = sizes.num_blocks - (num_stages - 1)
     cuts = [(head, *_deal(sizes.num_blocks - head, num_stages - 1)) for head in range(1, most + 1)]
-    return min(cuts, key=largest)
+    return min(cuts, key=largest)  # min returns the first of equal items
 
 
 def cut_of(spec: TrainerSpec) -> tuple[int, ...]:
@@ -98,17 +92,13 @@ def bytes_per_token(codec: str, hidden_size: int) -> int:
     return get_activation_codec(codec).num_bytes((1, hidden_size))
 
 
-def link_bytes_per_token(pipeline: PipelineSpec, hidden_size: int) -> int:
-    """Return the number of bytes that a peer sends per token, which is also the number that it receives.
-
-    Activations travel in one direction, and their gradients in the other.
-    """
-    return bytes_per_token(pipeline.activations, hidden_size) + bytes_per_token(pipeline.gradients, hidden_size)
-
-
 def link_tokens_per_s(pipeline: PipelineSpec, hidden_size: int, *, mbit_s: float) -> float:
-    """Return how many tokens per second a stage can pass on if its link carries `mbit_s` in each direction."""
-    return mbit_s * 1e6 / 8 / link_bytes_per_token(pipeline, hidden_size)
+    """Return how many tokens per second a stage can pass on if its link carries `mbit_s` in each direction.
+
+    Activations travel in one direction, and their gradients in the other, so a peer sends as much as it receives.
+    """
+    num_bytes = sum(bytes_per_token(codec, hidden_size) for codec in (pipeline.activations, pipeline.gradients))
+    return mbit_s * 1e6 / 8 / num_bytes
 
 
 def filling_tokens(pipeline: PipelineSpec, hidden_size: int, *, sequence_length: int, mbit_s: float) -> int:

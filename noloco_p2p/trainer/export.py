@@ -1,4 +1,4 @@
-"""Export a trained model as a Hugging Face folder that any program can load."""
+"""Export a trained model as a Hugging Face folder that any program can load, and upload it to the hub."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from huggingface_hub import HfApi
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -18,7 +19,7 @@ from transformers import ByT5Tokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from noloco_p2p.data.stream import BYTE_OFFSET
-from noloco_p2p.errors import CheckpointError, SettingsError
+from noloco_p2p.errors import CheckpointError, PushError, SettingsError
 from noloco_p2p.spec import ModelSpec, TrainerSpec
 from noloco_p2p.trainer.lora import has_adapters, merged_weights, save_adapters
 from noloco_p2p.trainer.model import build_on_meta, build_tokenizer, configure_for_export, quiet, save_config
@@ -85,10 +86,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
     Raises SettingsError if `folder` exists and is not empty, and CheckpointError if it cannot be written.
     """
     check_export_folder(folder)
-    partial: Path | None = None
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.partial-", dir=folder.parent))
+    with temporary_folder(folder.parent, fault=f"the model cannot be exported to {folder}") as partial:
         yield partial
         for path in partial.iterdir():
             path.chmod(0o644)
@@ -96,10 +94,23 @@ def new_folder(folder: Path) -> Iterator[Path]:
                 os.fsync(file.fileno())
         partial.chmod(0o755)
         partial.rename(folder)  # replaces an empty folder, never a full one
+
+
+@contextmanager
+def temporary_folder(parent: Path, *, fault: str) -> Iterator[Path]:
+    """Yield a new folder in `parent`, which is removed at the end unless it has been renamed.
+
+    Raises CheckpointError with `fault` if something cannot be written.
+    """
+    partial: Path | None = None
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=parent))
+        yield partial
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"the model cannot be exported to {folder}: {error}") from None
+        raise CheckpointError(f"{fault}: {error}") from None
     finally:
-        if partial is not None and partial.exists():
+        if partial is not None:
             shutil.rmtree(partial, ignore_errors=True)
 
 
@@ -135,3 +146,30 @@ def _for_export(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
         eos_token=tokenizer.eos_token,
         unk_token=tokenizer.unk_token,
     )
+
+
+def claim_repo(repo: str) -> None:
+    """Create the private repository if it does not exist. Call this before long work. Raises PushError."""
+    try:
+        HfApi().create_repo(repo, private=True, exist_ok=True)
+    except Exception as error:  # noqa: BLE001 - the HTTP library, upload threads and the disk share no base
+        raise PushError(
+            f"--push-to-hub {repo}: {_first_line(error)}. "
+            "Log in with `hf auth login`, or set HF_TOKEN; the token needs write access"
+        ) from None
+
+
+def push(folder: Path, repo: str) -> str:
+    """Upload the new files in `folder`, and return the address of the repository.
+
+    Files with the same name are replaced. `folder` is never changed. Raises PushError if the upload fails.
+    """
+    try:
+        HfApi().upload_folder(repo_id=repo, folder_path=folder, commit_message=f"{folder.name}, exported by noloco_p2p")
+        return f"{HfApi().endpoint}/{repo}"
+    except Exception as error:  # noqa: BLE001 - as above
+        raise PushError(f"{folder} is complete but could not be pushed to {repo}: {_first_line(error)}") from None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")

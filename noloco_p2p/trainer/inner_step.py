@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
@@ -18,13 +19,14 @@ from noloco_p2p.optim.inner import learning_rate, make_inner_optimizers
 from noloco_p2p.outer.optimizer_state import flatten_optimizers, restore_optimizers
 from noloco_p2p.spec import TrainSpec
 from noloco_p2p.telemetry.progress import Progress
-from noloco_p2p.trainer.compute import Compute, local, micro_batches
+from noloco_p2p.trainer.compute import Compute, fitting, free_bytes, local, micro_batches, sequence_bytes
 from noloco_p2p.trainer.evaluate import evaluate_loss
-from noloco_p2p.trainer.memory import fitting, free_bytes, sequence_bytes
 from noloco_p2p.trainer.model import causal_lm_loss, hidden_matrices
-from noloco_p2p.trainer.offload import OffloadedOptimizer
 
 log = logging.getLogger(__name__)
+
+# Bytes of parameters that are stepped together. The accelerator holds two or three times as many bytes of moments.
+BUCKET_BYTES = 64 << 20
 
 
 class InnerStep:
@@ -191,3 +193,62 @@ class InnerStep:
         error.__traceback__ = None  # it would keep the activations in memory
         empty_cache(self.device)
         log.warning("out of memory with a micro-batch size of %d; using %d from now on", at_once, self.micro_batch)
+
+
+class OffloadedOptimizer:
+    """An optimizer whose moments are in main memory, for accelerators that can hold only weights and gradients.
+
+    A step processes the parameters bucket by bucket. The moments of a bucket are copied to the device of the weights,
+    used, and copied back. The arithmetic runs on the same device as without offloading, with bitwise identical results.
+    Between steps, the state is in pinned CPU memory, where checkpoints read it. Each step moves 16 bytes per parameter
+    over the bus.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, bucket_bytes: int = BUCKET_BYTES) -> None:
+        self.optimizer = optimizer
+        self._kept: dict[tuple[Tensor, str], Tensor] = {}
+        self._buckets: list[list[Tensor]] = []
+        num_bytes = bucket_bytes
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if num_bytes >= bucket_bytes:
+                    self._buckets.append([])
+                    num_bytes = 0
+                self._buckets[-1].append(param)
+                num_bytes += param.nbytes
+
+    def step(self) -> None:
+        """Take a step and drop the gradients.
+
+        Each gradient becomes None as soon as it is used, so that its memory is free for the next bucket.
+        """
+        gradients = {param: param.grad for bucket in self._buckets for param in bucket}
+        for param in gradients:
+            param.grad = None  # an optimizer skips parameters without a gradient
+        for bucket in self._buckets:
+            for param in bucket:
+                param.grad = gradients.pop(param)
+                self._fetch(param)
+            self.optimizer.step()
+            for param in bucket:
+                param.grad = None
+                self._put_back(param)
+        if self._buckets and (device := self._buckets[0][0].device).type != "cpu":
+            torch.accelerator.synchronize(device)  # a checkpoint may read the moments as soon as this returns
+
+    def _fetch(self, param: Tensor) -> None:
+        for field, value in self._state(param).items():
+            if value.ndim:  # the step count stays on its device
+                self._kept[param, field] = value
+                self._state(param)[field] = value.to(param.device, non_blocking=True)
+
+    def _put_back(self, param: Tensor) -> None:
+        for field, value in self._state(param).items():
+            if value.ndim:
+                kept = self._kept.pop((param, field), None)
+                if kept is None:
+                    kept = torch.empty_like(value, device="cpu", pin_memory=has_own_memory(param.device))
+                self._state(param)[field] = kept if kept is value else kept.copy_(value, non_blocking=True)
+
+    def _state(self, param: Tensor) -> dict[str, Any]:
+        return self.optimizer.state[param]

@@ -2,7 +2,7 @@
 
 In a run with stages, each stage has its own state, and the states of all stages form a whole model.
 
-Peers are strangers. Every state is checked by `peer/state_admission.py`, and the states of several peers are compared
+Peers are strangers. Every state is checked by `transfer/fetch.py`, and the states of several peers are compared
 with each other (`outer/robust_mean.py`). The states are stored on disk, so that memory holds only the mean and a chunk
 of each state.
 """
@@ -15,7 +15,8 @@ import shutil
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,7 +33,6 @@ from noloco_p2p.outer.robust_mean import RobustMean, leave_out_far, robust_mean
 from noloco_p2p.outer.saved_state import STATE_FILE, check_layout, read_state
 from noloco_p2p.outer.weights import WEIGHTS, check_vectors, vectors_of
 from noloco_p2p.peer.run_folder import check_checkpoint_folder, stage_folder
-from noloco_p2p.peer.state_admission import StateAdmission
 from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.swarm.directory import WHOLE_S, find_somebody, reader
 from noloco_p2p.telemetry.console import named
@@ -41,9 +41,7 @@ from noloco_p2p.ticket import Ticket
 from noloco_p2p.trainer.cut import cut_of
 from noloco_p2p.trainer.model import build_model
 from noloco_p2p.trainer.stage import build_part
-from noloco_p2p.transfer.donor import state_file_bytes
-from noloco_p2p.transfer.fetch import fetch_spec, fetch_state
-from noloco_p2p.transfer.kept_chunks import forget
+from noloco_p2p.transfer.fetch import Admission, fetch_spec, fetch_state, forget
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -57,18 +55,15 @@ COMPARED = 5  # states from which a fork picks the one in the middle; two of the
 class TakenState:
     """The weights (flat, fp32) of one peer, or the mean of several, with their model or stage.
 
-    The model of a stage is built without memory for its weights. `left_out` maps each rejected peer to the reason for
-    the rejection. For each peer whose state was clipped, `shortened` holds the distance of that state from the others,
-    relative to the norm.
+    The model of a stage is built without memory for its weights. `notices` holds a sentence for each peer whose state
+    was left out, and one for all states that were clipped.
     """
 
     spec: TrainerSpec
     model: PreTrainedModel
     weights: Tensor
-    num_peers: int
-    num_silent: int = 0  # live peers that were asked but sent no state, because they have saved none yet or are gone
-    left_out: Mapping[str, str] = field(default_factory=dict[str, str])
-    shortened: Mapping[str, float] = field(default_factory=dict[str, float])
+    num_peers: int = 1
+    notices: Sequence[str] = ()
 
     def by_name(self) -> dict[str, Tensor]:
         """Return views of the weights with the names and shapes of the parameters."""
@@ -77,17 +72,6 @@ class TakenState:
     def fill_model(self) -> PreTrainedModel:
         FlatParameters(self.model).write(0, self.weights)
         return self.model
-
-    def notices(self) -> list[str]:
-        """Return a sentence for each peer whose state was left out, and one for all states that were clipped."""
-        notices = [f"the state of {named(peer)} was left out: {why}" for peer, why in self.left_out.items()]
-        if self.shortened:
-            peers = ", ".join(f"{named(peer)} ({_percent(share)})" for peer, share in self.shortened.items())
-            notices.append(
-                "these states were clipped because they are far from the median (distances relative to its norm): "
-                f"{peers}"
-            )
-        return notices
 
 
 def from_checkpoint(folder: Path, *, stage: int | None = None, folders: Mapping[str, str] | None = None) -> TakenState:
@@ -110,13 +94,14 @@ def from_checkpoint(folder: Path, *, stage: int | None = None, folders: Mapping[
             "`noloco export TICKET DIR --merge`, or fork the run with `noloco fork TICKET NEW.toml`"
         )
     model = _build(spec, stage, folders)
-    check_layout(checkpoint.meta["outer"], FlatParameters(model).model_layout, origin=str(checkpoint.path))
+    parameters = FlatParameters(model)
+    check_layout(checkpoint.meta["outer"], parameters.model_layout, origin=str(checkpoint.path))
     tensors = checkpoint.load(STATE_FILE)
     try:
-        check_vectors(tensors, vectors_of(spec.outer, FlatParameters(model).num_elements))
+        check_vectors(tensors, vectors_of(spec.outer, parameters.num_elements))
     except CheckpointError as error:
         raise CheckpointError(f"{checkpoint.path}: {error}") from None
-    return TakenState(spec, model, tensors[WEIGHTS], 1)
+    return TakenState(spec, model, tensors[WEIGHTS])
 
 
 def _newest(folder: Path, stage: int | None) -> Checkpoint:
@@ -140,8 +125,7 @@ def _build(spec: TrainerSpec, stage: int | None, folders: Mapping[str, str] | No
 class LiveRun:
     """A run that peers are training, as seen from outside.
 
-    `folders` maps the names of bound models to their folders. `shuffle` reorders the peers before they are asked one by
-    one.
+    `folders` maps the names of bound models to their folders.
     """
 
     def __init__(
@@ -152,14 +136,12 @@ class LiveRun:
         live: Callable[[], Sequence[Candidate]],
         progress: Progress,
         folders: Mapping[str, str] | None,
-        shuffle: Callable[[list[Candidate]], None] = random.shuffle,
     ) -> None:
         self.spec = spec
         self.progress = progress
         self.folders = folders
         self._transport = transport
         self._live = live
-        self._shuffle = shuffle
 
     def stages(self) -> Sequence[int | None]:
         """Return the stages that together form a whole model, or [None] if each peer holds the whole model."""
@@ -186,11 +168,12 @@ class LiveRun:
 
         spec = self.spec
         model = _build(spec, stage, self.folders)
-        parameters = FlatParameters(model)
-        num_bytes = state_file_bytes(parameters.num_elements, spec.outer)
-        admission = StateAdmission(spec, self._transport, live=live)
+        layout = FlatParameters(model).model_layout
+        vectors = vectors_of(spec.outer, layout.num_elements)
+        check_file = partial(read_state, expected=vectors)
+        admission = Admission(spec, self._transport, layout, live=live, check_file=check_file)
         peers = [peer for peer in live() if peer.can_be_called]
-        self._shuffle(peers)
+        random.shuffle(peers)
         wanted = min(sample or len(peers), len(peers))
         states: dict[str, Tensor] = {}  # memory-mapped
         num_asked = 0
@@ -198,7 +181,7 @@ class LiveRun:
             tempfile.TemporaryDirectory(prefix="noloco-states-") as folder,
             self.progress.task("fetching states", unit="peers") as report_peers,
         ):
-            _check_room(Path(folder), wanted * num_bytes, num_peers=wanted)
+            _check_room(Path(folder), wanted * admission.num_bytes, num_peers=wanted)
             for peer in peers:
                 report_peers(len(states), wanted)
                 if len(states) == wanted:
@@ -208,40 +191,41 @@ class LiveRun:
                 try:
                     with self.progress.task(f"fetching the state of {named(peer.peer_id)}", unit="bytes") as report:
                         manifest = await fetch_state(
-                            self._transport,
-                            [peer],
-                            layout=parameters.layout(),
-                            num_elements=parameters.num_elements,
-                            num_bytes=num_bytes,
-                            target=target,
-                            admission=admission,
-                            on_progress=report,
+                            self._transport, [peer], admission, target=target, on_progress=report
                         )
                 except OSError as error:
                     why = f"the states fetched from peers cannot be written to {folder}: {error}"
                     raise CheckpointError(why) from None
                 if manifest:
-                    states[peer.peer_id] = read_state(target, vectors_of(spec.outer, parameters.num_elements))[WEIGHTS]
+                    states[peer.peer_id] = read_state(target, vectors)[WEIGHTS]
                 else:
                     forget(target)
             report_peers(len(states), wanted)
             if not states:
-                raise Unreachable(_nobody(spec, stage) if not peers else _no_state(spec, stage, peers, admission))
+                refused = "; ".join(f"{named(peer)}: {why}" for peer, why in admission.refused.items())
+                raise Unreachable(
+                    f"none of the {len(peers)} live peers of {_part(spec, stage)} provided a usable state"
+                    + (f" ({refused})" if refused else "; try again in a minute")
+                    if peers
+                    else _nobody(spec, stage)
+                )
             found = await asyncio.to_thread(judge, states)
         left_out = {peer: why for peer, why in admission.refused.items() if peer not in states}
         num_silent = num_asked - len(states) - len(left_out)
         for peer, share in found.left_out.items():
             distance = f"{_percent(share)} of the median's norm"
             left_out[peer] = f"its weights are too far from the median of the peers ({distance})"
-        return TakenState(
-            spec,
-            model,
-            found.weights,
-            len(found.admitted),
-            num_silent,
-            left_out=left_out,
-            shortened=found.shortened,
-        )
+        notices = [f"the state of {named(peer)} was left out: {why}" for peer, why in left_out.items()]
+        if found.shortened:
+            clipped = ", ".join(f"{named(peer)} ({_percent(share)})" for peer, share in found.shortened.items())
+            far = "these states were clipped because they are far from the median (distances relative to its norm)"
+            notices.append(f"{far}: {clipped}")
+        if num_silent:
+            notices.append(
+                f"peers that have no state yet: {num_silent} (a peer has a state seconds after it begins to train; "
+                "try again in a minute)"
+            )
+        return TakenState(spec, model, found.weights, len(found.admitted), notices)
 
 
 def state_in_the_middle(states: Mapping[str, Tensor]) -> RobustMean:
@@ -276,13 +260,6 @@ def _nobody(spec: TrainerSpec, stage: int | None) -> str:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.3g} %"
-
-
-def _no_state(spec: TrainerSpec, stage: int | None, peers: Sequence[Candidate], admission: StateAdmission) -> str:
-    refused = "; ".join(f"{named(peer)}: {why}" for peer, why in admission.refused.items())
-    return f"none of the {len(peers)} live peers of {_part(spec, stage)} provided a usable state" + (
-        f" ({refused})" if refused else "; try again in a minute"
-    )
 
 
 def _check_room(folder: Path, num_bytes: int, *, num_peers: int) -> None:

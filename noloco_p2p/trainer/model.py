@@ -73,10 +73,8 @@ def build_on_meta(
         if not spec.pretrained:
             return _for_training(_llama(spec, sequence_length), spec, sequence_length)
         source = _source(spec, folders)
-        try:
+        with _loading("model", spec.pretrained, spec.revision):
             config = _config(source.folder(CONFIG))
-        except Exception as error:  # noqa: BLE001 - as in _named
-            raise _unreadable("model", spec.pretrained, spec.revision, error) from None
         _check_divisible(config, spec.pretrained)
         architecture = spec.model_copy(update={"random_weights": True})
         return _for_training(_named(architecture, source), spec, sequence_length)
@@ -90,13 +88,8 @@ def give_weights(model: PreTrainedModel, spec: ModelSpec, *, folders: Mapping[st
     if spec.random_weights or not spec.pretrained:
         return draw(model, seed=spec.seed)
     source = _source(spec, folders)
-    try:
-        with quiet():
-            load(model, source)
-    except ModelError:
-        raise
-    except Exception as error:  # noqa: BLE001 - as in _named
-        raise _unreadable("model", spec.pretrained, spec.revision, error) from None
+    with _loading("model", spec.pretrained, spec.revision):
+        load(model, source)
 
 
 def _check_divisible(config: PreTrainedConfig, name: str) -> None:
@@ -160,11 +153,8 @@ def build_tokenizer(data: DataSpec, *, folders: Mapping[str, str] | None = None)
     if data.tokenizer == "bytes":
         return ByT5Tokenizer()
     source = find_source("data.tokenizer", data.tokenizer, revision=data.tokenizer_revision, folders=folders)
-    try:
-        with quiet():
-            return AutoTokenizer.from_pretrained(source.folder(TOKENIZER), trust_remote_code=False)
-    except Exception as error:  # noqa: BLE001 - hub, network, parser and version errors share no base
-        raise _unreadable("tokenizer", data.tokenizer, data.tokenizer_revision, error) from None
+    with _loading("tokenizer", data.tokenizer, data.tokenizer_revision):
+        return AutoTokenizer.from_pretrained(source.folder(TOKENIZER), trust_remote_code=False)
 
 
 def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -253,7 +243,7 @@ def _llama(spec: ModelSpec, sequence_length: int) -> PreTrainedModel:
 
 def _named(spec: ModelSpec, source: ModelSource) -> PreTrainedModel:
     """Load a model by name. It uses sdpa attention, or eager attention if the model lacks sdpa (Gemma2)."""
-    try:
+    with _loading("model", spec.pretrained, spec.revision):
         if spec.random_weights:
             config = _config(source.folder(CONFIG))
             return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
@@ -261,10 +251,6 @@ def _named(spec: ModelSpec, source: ModelSource) -> PreTrainedModel:
         return AutoModelForCausalLM.from_pretrained(
             folder, config=_config(folder), use_safetensors=True, dtype=dtype, trust_remote_code=False
         )
-    except ModelError:
-        raise
-    except Exception as error:  # noqa: BLE001 - hub, network, parser and version errors share no base
-        raise _unreadable("model", spec.pretrained, spec.revision, error) from None
 
 
 def _config(folder: Path) -> PreTrainedConfig:
@@ -274,7 +260,15 @@ def _config(folder: Path) -> PreTrainedConfig:
     return config
 
 
-def _unreadable(what: str, name: str, revision: str, error: Exception) -> ModelError:
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-    at = f" at revision {revision!r}" if revision else ""
-    return ModelError(f"{what} {name!r}{at} cannot be loaded: {reason}. {HUB_ADVICE}")
+@contextmanager
+def _loading(what: str, name: str, revision: str) -> Iterator[None]:
+    """Load something by name without output. Raises ModelError with the reason and advice if that fails."""
+    try:
+        with quiet():
+            yield
+    except ModelError:
+        raise
+    except Exception as error:  # noqa: BLE001 - hub, network, parser and version errors share no base
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        at = f" at revision {revision!r}" if revision else ""
+        raise ModelError(f"{what} {name!r}{at} cannot be loaded: {reason}. {HUB_ADVICE}") from None

@@ -8,9 +8,8 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,8 +20,7 @@ from noloco_p2p.gossip.units import MOST_ELEMENTS
 from noloco_p2p.settings import PeerSettings, parse_memory
 from noloco_p2p.spec import Spec, TrainerSpec
 from noloco_p2p.telemetry.console import count, mib
-from noloco_p2p.trainer.compute import Compute
-from noloco_p2p.trainer.memory import MOMENT_BYTES
+from noloco_p2p.trainer.compute import MOMENT_BYTES, Compute
 
 CPU = torch.device("cpu")
 FP32_BYTES = 4  # per parameter and vector
@@ -64,9 +62,6 @@ class Needs:
                 "checkpoints need more disk space than is free; delete some files, or use another --state-dir"
             )
         return warnings
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def estimate(

@@ -167,20 +167,6 @@ def build_stage(
     return Stage(model, index=index, compute=compute)
 
 
-def build_part(
-    spec: ModelSpec,
-    cut: Sequence[int],
-    *,
-    index: int,
-    sequence_length: int,
-    folders: Mapping[str, str] | None = None,
-) -> PreTrainedModel:
-    """Build the model of stage `index` without memory for its weights. Raises ModelError if it cannot be cut."""
-    model = build_on_meta(spec, sequence_length=sequence_length, folders=folders)
-    keep_part(model, cut, index)
-    return model
-
-
 def train_of_stage(spec: TrainerSpec) -> TrainSpec:
     """Return the inner-step settings of one stage.
 
@@ -189,13 +175,21 @@ def train_of_stage(spec: TrainerSpec) -> TrainSpec:
     return spec.train.model_copy(update={"clip_norm": spec.train.clip_norm / spec.pipeline.stages**0.5})
 
 
-def keep_part(model: PreTrainedModel, cut: Sequence[int], index: int) -> None:
-    """Remove from a whole model, in place, everything that stage `index` does not hold.
+def build_part(
+    spec: ModelSpec,
+    cut: Sequence[int],
+    *,
+    index: int,
+    sequence_length: int,
+    folders: Mapping[str, str] | None = None,
+) -> PreTrainedModel:
+    """Build the model of stage `index` without memory for its weights. Names and `model.config` are those of the whole
+    model.
 
-    Names and `model.config` are kept. Raises ModelError if the cut does not match the model.
+    Raises ModelError if the model cannot be cut, or if the cut does not match it.
     """
-    base = _base(model)
-    own = block_range(cut, index)
+    model = build_on_meta(spec, sequence_length=sequence_length, folders=folders)
+    base, own = _base(model), block_range(cut, index)
     if sum(cut) != len(base.layers):
         raise ModelError(f"pipeline.cut lists {sum(cut)} blocks in total, but the model has {len(base.layers)}")
     layers = nn.ModuleList()
@@ -210,6 +204,7 @@ def keep_part(model: PreTrainedModel, cut: Sequence[int], index: int) -> None:
     if index:
         base.embed_tokens, base.norm = nn.Identity(), nn.Identity()
         model.set_output_embeddings(nn.Identity())
+    return model
 
 
 def measure(model: PreTrainedModel, *, sequence_length: int) -> Sizes:

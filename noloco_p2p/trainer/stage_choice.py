@@ -51,11 +51,9 @@ class StageNeeds:
 
         Raises SpecError if there are more stages than blocks, and ModelError if the model cannot be cut.
         """
-        staged = spec.with_changes(
-            {"pipeline.stages": num_stages, "pipeline.cut": "auto", "model.parameter_seeds": True}, origin="--stages"
-        )
         sizes = _measured(spec, folders)
-        return cls(staged.with_changes({"pipeline.cut": auto_cut(sizes, num_stages)}, origin="--stages"), sizes)
+        changes = {"pipeline.cut": auto_cut(sizes, num_stages), "model.parameter_seeds": True}
+        return cls(spec.with_changes({"pipeline.stages": num_stages, **changes}, origin="--stages"), sizes)
 
     @classmethod
     def as_cut(cls, spec: TrainerSpec, *, folders: Mapping[str, str] | None = None) -> StageNeeds:
@@ -94,47 +92,35 @@ class StageNeeds:
 
     def lines(self) -> list[str]:
         """Format the needs for the user."""
-        return [*self._stages(), *self._links(), self._heads()]
-
-    def _stages(self) -> list[str]:
+        pipeline, size, length = self.spec.pipeline, self.sizes.hidden_size, self.spec.data.sequence_length
         cut = cut_of(self.spec)
-        rows = [("stage", "blocks", "parameters", "memory")]
+        stages = [("stage", "blocks", "parameters", "memory")]
         for index in range(len(cut)):
             blocks = block_range(cut, index)
             name = f"{index} (head)" if index == 0 else str(index)
             places = f"{blocks[0]}-{blocks[-1]}" if len(blocks) > 1 else str(blocks[0])
-            rows.append((name, places, count(self.part(index).num_parameters), mib(self.memory(index))))
-        about = "the memory includes weights, gradients and moments, but not activations and swaps"
-        return [*aligned(rows, num_left=1), about]
-
-    def _links(self) -> list[str]:
-        pipeline, size = self.spec.pipeline, self.sizes.hidden_size
-        length = self.spec.data.sequence_length
-        rows = [("link, each way", "tokens/s", "smallest batch")]
+            stages.append((name, places, count(self.part(index).num_parameters), mib(self.memory(index))))
+        links = [("link, each way", "tokens/s", "smallest batch")]
         for rate in LINKS_MBIT_S:
             carried = link_tokens_per_s(pipeline, size, mbit_s=rate)
             batch = filling_tokens(pipeline, size, sequence_length=length, mbit_s=rate)
-            rows.append((f"{rate:,} Mbit/s", f"{carried:,.0f}", f"{batch:,} tokens"))
+            links.append((f"{rate:,} Mbit/s", f"{carried:,.0f}", f"{batch:,} tokens"))
         forward = f"{bytes_per_token(pipeline.activations, size):,} bytes ({pipeline.activations})"
         back = f"{bytes_per_token(pipeline.gradients, size):,} bytes ({pipeline.gradients})"
-        own = self.spec.train.batch_size * length
+        sources = " or ".join(repr(part.source) for part, _ in self.spec.data.parts())
         return [
+            *aligned(stages, num_left=1),
+            "the memory includes weights, gradients and moments, but not activations and swaps",
             f"for each token, a stage sends {forward} to the next stage and {back} to the previous one",
-            *aligned(rows, num_left=1),
-            f"with the smallest batch (per replica and step), a link is busy 60 to 70 % of the time; the batch of this "
-            f"spec has {own:,} tokens",
+            *aligned(links, num_left=1),
+            "with the smallest batch (per replica and step), a link is busy 60 to 70 % of the time; the batch of this "
+            f"spec has {self.spec.train.batch_size * length:,} tokens",
             "use links with at least 1 Gbit/s and a delay of at most 5 ms; on slower links, stages learn less per "
             "token (docs/results.md)",
-        ]
-
-    def _heads(self) -> str:
-        sources = " or ".join(repr(part.source) for part, _ in self.spec.data.parts())
-        num_stages = self.spec.pipeline.stages
-        return (
             f"a head needs the data ({sources}) and enough memory for stage 0; every other peer can hold stage 1 or "
-            f"higher. Training begins when each of the {num_stages} stages has a peer. One machine can run all "
-            "stages, each in a process with its own --state-dir"
-        )
+            f"higher. Training begins when each of the {pipeline.stages} stages has a peer. One machine can run all "
+            "stages, each in a process with its own --state-dir",
+        ]
 
 
 def _measured(spec: TrainerSpec, folders: Mapping[str, str] | None) -> Sizes:

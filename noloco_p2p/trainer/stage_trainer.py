@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,18 +21,17 @@ from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.outer.checkpoint import Checkpoints
 from noloco_p2p.peer.peer import Peer
 from noloco_p2p.peer.run_folder import stage_folder
-from noloco_p2p.peer.stage_flow import StagePlan
 from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.telemetry.console import count, numbered_stages
-from noloco_p2p.trainer.base import TrainerBase
 from noloco_p2p.trainer.compute import Compute, choose_device
 from noloco_p2p.trainer.cut import cut_of
-from noloco_p2p.trainer.gauges import RecentSpeed
 from noloco_p2p.trainer.inner_step import InnerStep
+from noloco_p2p.trainer.loop import TrainerBase
 from noloco_p2p.trainer.model import build_tokenizer, check_vocabulary
 from noloco_p2p.trainer.needs import Needs
 from noloco_p2p.trainer.stage import Stage, build_stage, train_of_stage
 from noloco_p2p.trainer.stage_choice import StageNeeds, draw_stage, missing_stages, needier_stage
+from noloco_p2p.trainer.stage_flow import StageFlow
 from noloco_p2p.trainer.stage_work import StageLoop
 from noloco_p2p.trainer.start import has_start, load_start, revive
 
@@ -43,6 +43,8 @@ LEAVE_S = 15.0  # time limit for finishing the current tasks before the peer lea
 LAST_EVALUATION_S = 120.0
 SWITCH_EPOCH_S = 120.0  # in each such period, one peer of a stage, drawn at random, may switch to another stage
 ROOM_SHARE = 0.25  # share of the free main memory that microbatches may use
+RECENT_S = 30.0
+SHORTEST_S = 1.0  # the shortest time over which a speed is measured
 
 
 class StageTrainer(TrainerBase):
@@ -61,14 +63,14 @@ class StageTrainer(TrainerBase):
         spec, settings = TrainerSpec.of(peer.spec), peer.settings
         super().__init__(peer, spec, say=say)
         self.device = choose_device(settings.device)
-        peer.stages.look_around()
+        peer.membership.look_around()
         self._unfit = StageNeeds.as_cut(spec, folders=settings.models).unfit(settings)
         self._fitting = [stage for stage in range(spec.pipeline.stages) if stage not in self._unfit]
         self.stage = self._choose() if stage is None else stage
         self.line_begins = f"stage {self.stage} | "
         peer.metrics.loss = peer.metrics.validation_loss = None  # they belong to the stage before a switch
         self.switches_to: int | None = None  # another stage, which needs this peer more
-        peer.stages.hold(self.stage)
+        peer.membership.hold(self.stage)
         folder = stage_folder(peer.run_folder, self.stage)
         revives = Checkpoints(folder, keep=settings.keep_checkpoints).newest() is None and self._wait_for_state()
         compute = Compute.of(settings, num_ranks=1)
@@ -83,12 +85,11 @@ class StageTrainer(TrainerBase):
         self._enter(folder, follows_caller=not built.is_head)
         if not self.outer.resumed and not self.outer.entered:
             if revives:
-                self.outer.progress = median([other.progress for other in peer.stages.members()] or [0.0])
+                self.outer.progress = median([other.progress for other in peer.membership.members()] or [0.0])
             self._begin_fork(is_revived=revives)
         self.work = StageLoop(built, spec, self.inner_step, self.outer)
         self._microbatch_tokens = spec.pipeline.microbatch * spec.data.sequence_length
         self._begun = peer.metrics.microbatches, peer.metrics.lost_microbatches, peer.metrics.late_microbatches
-        self._loss_before = 0.0, 0
         self._evaluates_until_s: float | None = None
         self._looked_s = 0.0
         self._missing: list[int] = []
@@ -112,7 +113,9 @@ class StageTrainer(TrainerBase):
             return max(kept, key=lambda stage: stage_folder(self.peer.run_folder, stage).stat().st_mtime)
         if not self._fitting:
             raise SettingsError("this machine cannot hold any stage: " + "; ".join(self._unfit.values()))
-        return draw_stage(self.peer.stages.members(), self._fitting, num_stages=num_stages, rng=random.SystemRandom())
+        return draw_stage(
+            self.peer.membership.members(), self._fitting, num_stages=num_stages, rng=random.SystemRandom()
+        )
 
     def _build(self, compute: Compute, *, revives: bool) -> Stage:
         spec, settings = self.spec, self.peer.settings
@@ -140,7 +143,7 @@ class StageTrainer(TrainerBase):
         and the weights come from `settings.revive_from` instead. Raises Left if the peer is asked to leave.
         """
         peer, told = self.peer, False
-        while (why := self._lacks_state()) and not peer.stages.answering():
+        while (why := self._lacks_state()) and not peer.membership.answering():
             if peer.settings.revive_from:
                 return True
             if not told:
@@ -153,7 +156,7 @@ class StageTrainer(TrainerBase):
     def _lacks_state(self) -> str:
         """Return the reason why this peer cannot start its stage on its own, or an empty string if it can."""
         spec, settings = self.spec, self.peer.settings
-        if any(other.progress > 0 for other in self.peer.stages.members()):
+        if any(other.progress > 0 for other in self.peer.membership.members()):
             return (
                 f"stage {self.stage} has been trained, but no live peer holds it; waiting for a peer with a checkpoint "
                 "of this stage"
@@ -204,7 +207,7 @@ class StageTrainer(TrainerBase):
         if self.switches_to is not None:
             self.outer.pause()  # otherwise this peer would swap weights of this stage with peers of the other one
             peer.announce("paused")  # no peer sends to it until it has entered the other stage
-            peer.stages.stop_flow()
+            peer.membership.stop_flow()
         return self._finish()
 
     def serve(self) -> None:
@@ -216,8 +219,10 @@ class StageTrainer(TrainerBase):
         spec, work = self.spec, self.work
         room_bytes = 2 * work.forward_bytes + work.backward_bytes  # the encoded input, output and gradient
         rooms = num_rooms(spec, most=int(ROOM_SHARE * free_memory()) // room_bytes)
-        plan = StagePlan(spec, self.stage, work, rooms, self.outer.progress, self.batches)
-        self._flow = self.peer.stages.start_flow(plan)
+        progress, batches = self.outer.progress, self.batches
+        self._flow = self.peer.membership.start_flow(
+            lambda network: StageFlow(network, work, num_rooms=rooms, progress=progress, batches=batches)
+        )
 
     def _turn(self) -> bool:
         """Compute the next task, or wait briefly for one.
@@ -234,16 +239,16 @@ class StageTrainer(TrainerBase):
     def _step(self) -> bool:
         """Compute a task, and about once a second look at everything else. Return False at the end of training."""
         goes_on = self._turn()
-        now_s, metrics = time.monotonic(), self.peer.metrics
+        now_s = time.monotonic()
         if now_s - self._looked_s >= self._look_s:
             self._looked_s = now_s
-            if self.work.loss_tokens > self._loss_before[1]:
-                metrics.loss = self._loss_since()
             self._count()
-            missing = missing_stages(self.peer.stages.members(), own=self.stage, num_stages=self.spec.pipeline.stages)
+            missing = missing_stages(
+                self.peer.membership.members(), own=self.stage, num_stages=self.spec.pipeline.stages
+            )
             if missing != self._missing:
                 self._missing = missing
-                self.peer.stages.wait_for(missing)
+                self.peer.membership.wait_for(missing)
                 waits = f"waiting for {numbered_stages(missing)}, which no peer holds"
                 self.say(waits if missing else "every stage has a peer")
             self._look_at_evaluation()
@@ -263,7 +268,7 @@ class StageTrainer(TrainerBase):
         if peer.settings.stage is None and peer.metrics.capacity and not missing:
             epoch = int(time.time() / SWITCH_EPOCH_S)
             num_stages = self.spec.pipeline.stages
-            target = needier_stage(peer.stages.members(), own, self._fitting, num_stages=num_stages, epoch=epoch)
+            target = needier_stage(peer.membership.members(), own, self._fitting, num_stages=num_stages, epoch=epoch)
         if target is None or target != self._switch[0]:
             self._switch = target, now_s + random.uniform(0.2, 0.6) * SWITCH_EPOCH_S
         elif now_s >= self._switch[1]:
@@ -271,8 +276,10 @@ class StageTrainer(TrainerBase):
             self.switches_to = target
 
     def _count(self) -> None:
-        """Update the counters, the speed and the capacity."""
+        """Update the loss since the last report, which only a head knows, the counters, the speed and the capacity."""
         metrics, node, (done, lost, late) = self.peer.metrics, self._flow.node, self._begun
+        if self.work.loss_tokens:
+            metrics.loss = self.work.loss_sum / self.work.loss_tokens
         before, metrics.microbatches = metrics.microbatches, done + node.num_done
         self._count_tokens((metrics.microbatches - before) * self._microbatch_tokens)
         metrics.lost_microbatches, metrics.late_microbatches = lost + node.num_lost, late + node.num_late
@@ -283,15 +290,8 @@ class StageTrainer(TrainerBase):
             metrics.capacity = self._microbatch_tokens / self.work.microbatch_s
 
     def _measure(self) -> None:
-        self.peer.metrics.loss = self._loss_since()
-        self._loss_before = self.work.loss_sum, self.work.loss_tokens
         self._count()
-
-    def _loss_since(self) -> float | None:
-        """On a head, return the mean loss since the last report, or the last known loss if there is none."""
-        sum_before, tokens_before = self._loss_before
-        tokens = self.work.loss_tokens - tokens_before
-        return (self.work.loss_sum - sum_before) / tokens if tokens else self.peer.metrics.loss
+        self.work.loss_sum, self.work.loss_tokens = 0.0, 0
 
     def _forget_speed(self) -> None:
         self._speed = RecentSpeed(time.monotonic(), self.work.steps, self._flow.node.num_done)
@@ -338,3 +338,20 @@ class StageTrainer(TrainerBase):
         while time.monotonic() < until_s and not self._flow.node.is_idle:
             self._turn()
         self.inner_step.forget()
+
+
+class RecentSpeed:
+    """The rate at which counters have grown over the last RECENT_S seconds. All times must come from the same clock."""
+
+    def __init__(self, now_s: float, *counts: int) -> None:
+        self._samples: deque[tuple[float, tuple[int, ...]]] = deque([(now_s, counts)])
+
+    def at(self, now_s: float, *counts: int) -> tuple[float, ...]:
+        """Record the counts at `now_s`, and return the growth of each count per second."""
+        samples = self._samples
+        samples.append((now_s, counts))
+        while samples[1][0] <= now_s - RECENT_S and len(samples) > 2:
+            samples.popleft()
+        began_s, before = samples[0]
+        elapsed_s = max(now_s - began_s, SHORTEST_S)
+        return tuple((now - then) / elapsed_s for now, then in zip(counts, before, strict=True))

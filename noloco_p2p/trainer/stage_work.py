@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -19,6 +21,7 @@ from torch import Tensor
 from noloco_p2p.codec.activations import LARGEST, ActivationCodec, get_activation_codec
 from noloco_p2p.codec.base import refused_value, within
 from noloco_p2p.devices import empty_cache, is_out_of_memory
+from noloco_p2p.errors import CorruptPayload
 from noloco_p2p.flow.node import MicrobatchLost, Task
 from noloco_p2p.flow.rooms import Kind
 from noloco_p2p.flow.steps import FINAL_MARK
@@ -26,13 +29,19 @@ from noloco_p2p.outer.noloco import NoLoCo
 from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.trainer.evaluate import evaluating
 from noloco_p2p.trainer.inner_step import InnerStep
-from noloco_p2p.trainer.rms_gate import RmsGate
 from noloco_p2p.trainer.stage import Stage, dropout_seed
 
 log = logging.getLogger(__name__)
 
 SMOOTHING = 0.1  # weight of a new measurement of the duration of a task
 CODABLE = LARGEST / 2  # every codec can represent magnitudes up to this one, although int8 rounds its scales up
+HISTORY_FRAMES = 64
+LEAST_FRAMES = 8  # the first frames are always admitted
+MOST_TIMES = 10.0  # limit for the ratio of a frame's RMS to the median, in either direction
+# The RMS changes most at the start. The limit is therefore wide at first, falls in inverse proportion to the number of
+# frames, and reaches MOST_TIMES with the 640th frame. This limit drops 5 of 134,000 honest frames. A limit of
+# MOST_TIMES from the start would drop 20.
+FIRST_TIMES = 100.0
 
 
 class StageWork:
@@ -42,22 +51,16 @@ class StageWork:
     """
 
     def __init__(self, stage: Stage, spec: TrainerSpec) -> None:
-        self.stage = stage
-        self.loss_sum, self.loss_tokens = 0.0, 0  # only in a head
+        self.stage, self.spec = stage, spec
+        self.loss_sum, self.loss_tokens = 0.0, 0  # only in a head; the trainer sets them to 0 with each report
         self.evaluated_sum, self.evaluated_tokens = 0.0, 0
         pipeline = spec.pipeline
         self._activations = get_activation_codec(pipeline.activations)
         self._gradients = get_activation_codec(pipeline.gradients)
         self.activation_gate, self.gradient_gate = RmsGate("activations"), RmsGate("gradients")
         self._shape = (pipeline.microbatch, spec.data.sequence_length, stage.hidden_size)
-
-    @property
-    def forward_bytes(self) -> int:
-        return self._activations.num_bytes(self._shape)
-
-    @property
-    def backward_bytes(self) -> int:
-        return self._gradients.num_bytes(self._shape)
+        self.forward_bytes = self._activations.num_bytes(self._shape)
+        self.backward_bytes = self._gradients.num_bytes(self._shape)
 
     def probe(self) -> float:
         """Measure the time for one microbatch on this machine twice, and return the shorter time in seconds.
@@ -112,8 +115,12 @@ class StageWork:
         assert isinstance(received, Tensor)
         with self._gradients_apart():
             if task.kind is Kind.LOSS:
-                return self._loss(received, inputs)
-            passed = self._backward(inputs, received, seed)
+                summed = self.stage.loss_backward(received, inputs)
+                gradient = _finite(summed.gradient)
+                self.loss_sum += float(summed.loss)
+                self.loss_tokens += summed.num_tokens
+                return gradient
+            passed = self.stage.backward(inputs, received, seed=seed)
             return None if passed is None else _finite(passed)
 
     def encoded(self, kind: Kind, values: Tensor) -> memoryview:
@@ -135,16 +142,6 @@ class StageWork:
             self.evaluated_tokens += inputs[:, 1:].numel()
             return None
 
-    def _loss(self, received: Tensor, tokens: Tensor) -> Tensor:
-        summed = self.stage.loss_backward(received, tokens)
-        gradient = _finite(summed.gradient)
-        self.loss_sum += float(summed.loss)
-        self.loss_tokens += summed.num_tokens
-        return gradient
-
-    def _backward(self, inputs: Tensor, gradient: Tensor, seed: int) -> Tensor | None:
-        return self.stage.backward(inputs, gradient, seed=seed)
-
     @contextmanager
     def _gradients_apart(self) -> Iterator[None]:
         """Add the gradients of the `with` block to the earlier gradients.
@@ -158,12 +155,13 @@ class StageWork:
         try:
             yield
         except BaseException:
-            for param, gradient in zip(params, earlier, strict=True):
-                param.grad = gradient
+            for param in params:
+                param.grad = None
             raise
-        for param, gradient in zip(params, earlier, strict=True):
-            if gradient is not None:
-                param.grad = gradient if param.grad is None else gradient.add_(param.grad)
+        finally:
+            for param, before in zip(params, earlier, strict=True):
+                if before is not None:
+                    param.grad = before if param.grad is None else before.add_(param.grad)
 
     def _decoded(self, data: object, codec: ActivationCodec) -> Tensor | None:
         if data is None or isinstance(data, Tensor):
@@ -244,3 +242,31 @@ def _finite(values: Tensor) -> Tensor:
         log.error("a microbatch was lost: %s", error)
         raise MicrobatchLost(str(error))
     return values
+
+
+class RmsGate:
+    """Refuses a frame from a pipeline neighbour if its root mean square (RMS) is far from the usual value.
+
+    This bounds the damage that a single frame can do. A dishonest stage can still bias its frames within the limits.
+    There is one gate for each boundary and direction. All frames count toward its median, so that it follows real
+    changes.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._recent: deque[float] = deque(maxlen=HISTORY_FRAMES)
+        self._num_frames = 0
+
+    def admit(self, values: Tensor) -> None:
+        """Raise CorruptPayload if the RMS of a frame is more than ten times, or less than a tenth of, the usual value.
+
+        The limits are wider for the first frames.
+        """
+        rms = float(torch.linalg.vector_norm(values, dtype=torch.float32)) / values.numel() ** 0.5
+        usual = median(self._recent) if len(self._recent) >= LEAST_FRAMES else rms
+        self._recent.append(rms)
+        self._num_frames += 1
+        most = min(FIRST_TIMES, max(MOST_TIMES, FIRST_TIMES * HISTORY_FRAMES / self._num_frames))
+        if not usual / most <= rms <= usual * most:
+            times = rms / usual if usual else float("inf")
+            raise CorruptPayload(f"the RMS of {self._name} is {times:.3g} times its usual value")

@@ -8,8 +8,6 @@ stage therefore reads and checks only its own part, however the forked run is cu
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +23,7 @@ from noloco_p2p.outer.checkpoint import Checkpoint, Checkpoints
 from noloco_p2p.outer.flat import FlatParameters, content_digest
 from noloco_p2p.outer.saved_state import STATE_FILE, check_layout
 from noloco_p2p.outer.weights import WEIGHTS
+from noloco_p2p.trainer.export import temporary_folder
 from noloco_p2p.trainer.model_source import ModelSource
 from noloco_p2p.trainer.weights import load
 
@@ -32,9 +31,9 @@ DIGESTS = "digests.json"
 
 
 class NewStart:
-    """A start state that is written part by part.
+    """A start state that is written part by part to `folder`.
 
-    Once the state is complete and stored in `folder`, `digest` is the value for `model.start`, "blake3:<hex>".
+    Once the state is complete, `digest` is the value for `model.start`, "blake3:<hex>".
     """
 
     def __init__(self, folder: Path) -> None:
@@ -49,10 +48,14 @@ class NewStart:
         self._num_files += 1
         self._digests |= {name: content_digest(values) for name, values in tensors.items()}
 
-    def finish(self) -> None:
+    def finish(self, state_dir: Path) -> None:
         listed = json.dumps(self._digests, sort_keys=True).encode()
         (self.folder / DIGESTS).write_bytes(listed)
         self.digest = _digest(listed)
+        folder = _folder(self.digest, state_dir)
+        if not folder.exists():  # otherwise the same state was forked before
+            self.folder.rename(folder)
+        self.folder = folder
 
 
 @contextmanager
@@ -62,21 +65,10 @@ def new_start(state_dir: Path) -> Iterator[NewStart]:
     Raises CheckpointError if it cannot be written.
     """
     starts = state_dir / "starts"
-    partial: Path | None = None
-    try:
-        starts.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=starts))
+    with temporary_folder(starts, fault=f"the start state cannot be written to {starts}") as partial:
         start = NewStart(partial)
         yield start
-        start.finish()
-        start.folder = _folder(start.digest, state_dir)
-        if not start.folder.exists():  # otherwise the same state was forked before
-            partial.rename(start.folder)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"the start state cannot be written to {starts}: {error}") from None
-    finally:
-        if partial is not None:
-            shutil.rmtree(partial, ignore_errors=True)
+        start.finish(state_dir)
 
 
 def has_start(start: str, *, state_dir: Path) -> bool:

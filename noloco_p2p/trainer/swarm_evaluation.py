@@ -35,42 +35,33 @@ class SwarmEvaluation:
     num_sequences: int
 
 
-def evaluate_swarm(
-    spec: TrainerSpec,
-    folders: Sequence[Sequence[Path]],
-    *,
-    bindings: dict[str, str] | None = None,
-    progress: Progress | None = None,
-) -> SwarmEvaluation:
+def evaluate_swarm(spec: TrainerSpec, folders: Sequence[Sequence[Path]]) -> SwarmEvaluation:
     """Evaluate the model that consists of the mean weights of each stage.
 
     `folders` lists, for each stage, the run folders of its peers; a run without stages has one entry. Raises
     CheckpointError if a stage has no checkpoint.
     """
-    progress = progress or Progress()
     parts: dict[str, Tensor] = {}
     distances: list[float] = []
     norms: list[float] = []
-    with progress.task("merging", unit="stages") as report:
-        for number, of_stage in enumerate(folders):
-            report(number, len(folders))
-            stage = number if spec.pipeline.stages > 1 else None
-            states: list[TakenState] = []
-            for folder in of_stage:
-                with suppress(CheckpointError):  # a peer may have been killed before its first checkpoint
-                    states.append(from_checkpoint(folder, stage=stage))
-            if not states:
-                what = "" if stage is None else f"of stage {stage} "
-                raise CheckpointError(f"no peer {what}has written a checkpoint")
-            replicas = [state.weights for state in states]
-            mean = _mean(replicas)
-            parts |= FlatParameters(states[0].model).by_name(mean)
-            norms.append(float(mean.norm()))
-            distances.append(spread(replicas, mean) * norms[-1])
+    for number, of_stage in enumerate(folders):
+        stage = number if spec.pipeline.stages > 1 else None
+        states: list[TakenState] = []
+        for folder in of_stage:
+            with suppress(CheckpointError):  # a peer may have been killed before its first checkpoint
+                states.append(from_checkpoint(folder, stage=stage))
+        if not states:
+            what = "" if stage is None else f"of stage {stage} "
+            raise CheckpointError(f"no peer {what}has written a checkpoint")
+        replicas = [state.weights for state in states]
+        mean = _mean(replicas)
+        parts |= FlatParameters(states[0].model).by_name(mean)
+        norms.append(float(mean.norm()))
+        distances.append(spread(replicas, mean) * norms[-1])
     model = build_model(spec.model, sequence_length=spec.data.sequence_length)
     FlatParameters(model).take(parts)
-    batches = _held_out(spec, bindings=bindings or {}, models={}, progress=progress)
-    loss = evaluate_loss(model, batches, progress=progress)
+    batches = _held_out(spec, {}, {})
+    loss = evaluate_loss(model, batches)
     return SwarmEvaluation(spec, model, {}, loss, math.hypot(*distances) / math.hypot(*norms), sum(map(len, batches)))
 
 
@@ -86,30 +77,28 @@ def evaluate_each(
 
     Raises CheckpointError if one of them cannot be loaded, or if they belong to different runs.
     """
-    assert folders, "nothing to evaluate"
-    weights: dict[Path, Tensor] = {}
-    states: list[TakenState] = []
-    for folder in folders:
+    first = from_checkpoint(folders[0], folders=models)
+    replicas = {folders[0]: first.weights}
+    for folder in folders[1:]:
         state = from_checkpoint(folder, folders=models)
-        states = states or [state]  # one model suffices
-        if state.spec != states[0].spec:
-            ours, theirs = state.spec.run_id, states[0].spec.run_id
+        if state.spec != first.spec:
             raise CheckpointError(
-                f"{folder} belongs to the run {ours}, but the first folder belongs to the run {theirs}"
+                f"{folder} belongs to the run {state.spec.run_id}, but the first folder belongs to the run "
+                f"{first.spec.run_id}"
             )
-        weights[folder] = state.weights
-    spec, model = states[0].spec, states[0].model
+        replicas[folder] = state.weights
+    spec, model = first.spec, first.model
     torch.nn.Module.to(model, device)
-    batches = _held_out(spec, bindings=bindings, models=models, progress=progress)
-    flat, losses = FlatParameters(model), dict[Path, float]()
-    for folder, replica in weights.items():
-        flat.write(0, replica)
-        losses[folder] = evaluate_loss(model, batches, progress=progress)
-    replicas = list(weights.values())
-    mean = _mean(replicas)
-    flat.write(0, mean)
-    merged_loss = evaluate_loss(model, batches, progress=progress)
-    return SwarmEvaluation(spec, model, losses, merged_loss, spread(replicas, mean), sum(map(len, batches)))
+    batches, flat = _held_out(spec, bindings, models, progress), FlatParameters(model)
+    mean = _mean(list(replicas.values()))
+
+    def loss_of(weights: Tensor) -> float:
+        flat.write(0, weights)
+        return evaluate_loss(model, batches, progress=progress)
+
+    losses = {folder: loss_of(weights) for folder, weights in replicas.items()}
+    apart = spread(list(replicas.values()), mean)
+    return SwarmEvaluation(spec, model, losses, loss_of(mean), apart, sum(map(len, batches)))
 
 
 def spread(replicas: Sequence[Tensor], mean: Tensor) -> float:
@@ -126,7 +115,7 @@ def _mean(replicas: Sequence[Tensor]) -> Tensor:
 
 
 def _held_out(
-    spec: TrainerSpec, *, bindings: Mapping[str, str], models: Mapping[str, str], progress: Progress | None
+    spec: TrainerSpec, bindings: Mapping[str, str], models: Mapping[str, str], progress: Progress | None = None
 ) -> list[Tensor]:
     return validation_batches(
         spec.data,

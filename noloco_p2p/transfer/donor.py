@@ -106,9 +106,11 @@ class StateServer:
             raise CorruptPayload("chunks must be requested in ascending order and without duplicates")
         if indices and indices[-1] >= len(saved.manifest.chunk_digests):
             raise CorruptPayload(f"chunk {indices[-1]} does not exist")
-        self._free_stalled_slots()
         if len(self._uploads) >= NUM_SLOTS:
-            raise _busy(f"I am already serving {NUM_SLOTS} newcomers")
+            slowest = min(self._uploads, key=self._uploads.__getitem__)
+            if self._clock() - self._uploads[slowest] <= STALLED_S:
+                raise _busy(f"I am already serving {NUM_SLOTS} newcomers")
+            del self._uploads[slowest]  # it waits for the network, and ends when it moves
         upload = object()
         try:
             with saved.path.open("rb") as file:  # a newer checkpoint may remove the file, but it stays readable
@@ -122,13 +124,6 @@ class StateServer:
             raise Unreachable(f"the state file cannot be read: {error}") from None
         finally:
             self._uploads.pop(upload, None)
-
-    def _free_stalled_slots(self) -> None:
-        """Free the slots of stalled uploads if all are in use. They wait for the network, and end when it moves."""
-        if len(self._uploads) >= NUM_SLOTS:
-            self._uploads = {
-                upload: moved_s for upload, moved_s in self._uploads.items() if self._clock() - moved_s <= STALLED_S
-            }
 
 
 def _busy(sentence: str) -> Refused:

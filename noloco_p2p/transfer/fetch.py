@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 import random
 import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, TypeVar
+from statistics import median
+from typing import TypeVar
 
 from blake3 import blake3
 
@@ -40,7 +42,7 @@ from noloco_p2p.gossip.seams import Candidate, Transport
 from noloco_p2p.spec import Spec
 from noloco_p2p.telemetry.console import named
 from noloco_p2p.telemetry.progress import Report, ignore
-from noloco_p2p.transfer.kept_chunks import KeptChunks
+from noloco_p2p.transfer.donor import state_file_bytes
 
 log = logging.getLogger(__name__)
 
@@ -49,33 +51,88 @@ T = TypeVar("T", bound=FetchItem)
 MESSAGE_TIMEOUT_S = 15.0  # for one chunk, or one part of a manifest
 ANSWER_S = 60.0  # for a whole spec, layout or manifest; the manifest of a 64 GiB state takes 2 MiB
 GIVING = ("training", "paused", "done")  # peers in these states may have a saved state to serve
-
-
 RETRY_S = (1.0, 30.0)  # the bounds of the pause before a busy donor is asked again
 WINDOW_S = 60.0  # over which a rate is measured
 ASSUMED_BYTES_PER_S = 1e6  # the rate of a donor that has not been measured
 SLOW = 0.25  # a donor is left if its rate is less than this share of the rate of another donor
 PATIENCE_S = 600.0  # without a chunk, while all donors are busy
 CHUNKS_PER_CALL = MAX_CHUNKS_PER_REQUEST
+POSITIONS_ASKED = 5  # peers that are asked for their position
+MIN_POSITIONS = 3  # with fewer positions, it is unclear which one is wrong
+POSITION_S = 5.0  # the time that each peer has to answer
+DIGEST_BYTES = 32
+KEPT_FOR_S = 3600.0  # after that, the chunks would be too old to be combined with new ones
 
 
-class Admission(Protocol):
+class Admission:
     """The checks that a state must pass before it is used. Digests only prove that a state arrived intact.
 
-    A check that fails raises CheckpointError with the reason, and the next donor is asked.
+    `layout` is that of this peer's own model. `live` returns the live peers in the directory. `check_file` checks a
+    whole file, and raises CheckpointError with the reason. `refused` holds, by peer id, why a state was refused.
     """
 
-    async def check_position(self, donor: Candidate, manifest: StateManifest) -> None:
-        """Before any chunk is fetched, check the position in the run that the manifest states."""
-        ...
+    def __init__(
+        self,
+        spec: Spec,
+        transport: Transport,
+        layout: ModelLayout,
+        *,
+        live: Callable[[], Sequence[Candidate]],
+        check_file: Callable[[Path], object],
+    ) -> None:
+        self.layout, self.num_elements = layout.digest(), layout.num_elements
+        self.num_bytes = state_file_bytes(layout.num_elements, spec.outer)
+        self.check_file = check_file
+        self.refused: dict[str, str] = {}
+        self._furthest = 2 * spec.furthest
+        self._transport = transport
+        self._live = live
 
-    async def check_state(self, donor: Candidate, manifest: StateManifest, path: Path) -> None:
-        """Check the whole file, of which `donor` sent the last chunk."""
-        ...
+    def check_manifest(self, manifest: StateManifest) -> None:
+        """Raise CorruptPayload if a state belongs to another model."""
+        num_chunks = -(-self.num_bytes // STATE_CHUNK_BYTES)
+        found = (manifest.layout, manifest.num_elements, manifest.num_bytes, len(manifest.chunk_digests))
+        if found != (self.layout, self.num_elements, self.num_bytes, num_chunks):
+            raise CorruptPayload("its state belongs to another model or has the wrong size")
 
-    def refuse(self, donor: Candidate, why: str) -> None:
-        """Record that a donor sent data that no honest peer of the run would send."""
-        ...
+    async def check_position(self, progress: float) -> None:
+        """Check the position that a donor claims against the records of live peers. Raises CheckpointError.
+
+        If the difference is too large, ask some of these peers for their current positions, because a record can be as
+        old as one heartbeat, and a short run moves far in that time.
+        """
+        live = self._live()
+        if not self._is_far(progress, positions(live)):
+            return
+        fresh = positions(await ask_for_positions(self._transport, live))
+        others = fresh if len(fresh) >= MIN_POSITIONS else positions(live)
+        if self._is_far(progress, others):
+            swarm = f"the swarm is at {100 * median(others):.1f} %"
+            raise CheckpointError(f"the state is at {100 * progress:.1f} % of the schedule, but {swarm}")
+
+    def _is_far(self, progress: float, others: Sequence[float]) -> bool:
+        # NaN is far, too.
+        return len(others) >= MIN_POSITIONS and not abs(progress - median(others)) <= self._furthest
+
+
+def positions(live: Sequence[Candidate]) -> list[float]:
+    """Return the progress of each peer that is training or done."""
+    return [each.progress for each in live if each.state in ("training", "done")]
+
+
+async def ask_for_positions(transport: Transport, live: Sequence[Candidate]) -> Sequence[Candidate]:
+    """Ask a few live peers for their current position. Peers that do not answer are left out."""
+
+    async def ask(peer: Candidate) -> Candidate | None:
+        try:
+            status = await transport.status(peer, timeout_s=POSITION_S)
+        except PeerError:
+            return None
+        return replace(peer, state=status.state, progress=status.progress)
+
+    callable_ = [peer for peer in live if peer.can_be_called]
+    asked = random.sample(callable_, min(len(callable_), POSITIONS_ASKED))
+    return [peer for peer in await asyncio.gather(*map(ask, asked)) if peer]
 
 
 async def fetch_spec(transport: Transport, donors: Sequence[Candidate], *, expected_digest: str) -> Spec:
@@ -111,12 +168,9 @@ class _Donor:
 async def fetch_state(
     transport: Transport,
     peers: Sequence[Candidate],
-    *,
-    layout: str,
-    num_elements: int,
-    num_bytes: int,
-    target: Path,
     admission: Admission,
+    *,
+    target: Path,
     newer_than: float = -math.inf,
     live: Callable[[], Sequence[Candidate]] = tuple,
     patience_s: float = PATIENCE_S,
@@ -131,13 +185,13 @@ async def fetch_state(
     much faster. If a donor dies, the verified chunks are kept. If this program dies, they are kept in `target` for an
     hour. A state that fails `admission` is discarded.
 
-    `layout`, `num_elements` and `num_bytes` describe this peer's own state file. A state that differs is refused before
-    any chunk is fetched. A donor serves the last state that it saved, whose progress must exceed `newer_than`.
-    `on_progress` is called with the number of verified bytes and the total.
+    A donor serves the last state that it saved, whose progress must exceed `newer_than`. `on_progress` is called with
+    the number of verified bytes and the total.
 
     Returns the manifest of the donor that sent the last chunk, or None if no donor has a matching state. Raises OSError
     if `target` cannot be written.
     """
+    num_bytes = admission.num_bytes
     kept = await asyncio.to_thread(KeptChunks, target, num_bytes=num_bytes)
     on_progress(kept.done_bytes, num_bytes)
     donors = [_Donor(peer) for peer in peers]
@@ -175,18 +229,15 @@ async def fetch_state(
         began_bytes = kept.done_bytes
         try:
             manifest = await ask(transport, donor.peer, WantManifest(), StateManifest)
-            shape = (manifest.layout, manifest.num_elements, manifest.num_bytes)
-            num_chunks = -(-num_bytes // STATE_CHUNK_BYTES)
-            if shape != (layout, num_elements, num_bytes) or len(manifest.chunk_digests) != num_chunks:
-                raise CorruptPayload("its state belongs to another model or has the wrong size")
+            admission.check_manifest(manifest)
             if manifest.progress <= newer_than:
                 raise PeerError("its last saved state is no newer than this peer's state")
-            await admission.check_position(donor.peer, manifest)
+            await admission.check_position(manifest.progress)
             await _fetch_chunks(transport, donor, manifest, kept, is_slow=is_slow, on_chunk=told, clock=clock)
-            await admission.check_state(donor.peer, manifest, target)
+            await asyncio.to_thread(admission.check_file, target)
         except (CheckpointError, CorruptPayload) as error:
             log.warning("could not fetch the state from %s: %s", donor.peer.address, error)
-            admission.refuse(donor.peer, str(error))
+            admission.refused[donor.peer.peer_id] = str(error)
             if not kept.missing:
                 kept.start_over()
                 if began_bytes:  # the fault may be in a chunk of another donor
@@ -277,3 +328,84 @@ async def find_difference(transport: Transport, peer: Candidate, ours: ModelLayo
     except (PeerError, ValueError) as error:
         log.debug("could not get the model layout of %s: %s", peer.address, error)
         return ""
+
+
+def forget(path: Path) -> None:
+    """Remove an incomplete file and its digests."""
+    for each in (path, _digests_path(path)):
+        each.unlink(missing_ok=True)
+
+
+def _digests_path(path: Path) -> Path:
+    return path.with_name(f"{path.name}.digests")
+
+
+class KeptChunks:
+    """The verified chunks of an incomplete file. `missing` lists the indices of all others.
+
+    FILE.digests, next to the file, has 32 bytes per chunk: the digest of a verified chunk, or zeros for a missing one.
+    When the file is opened again, all chunks are hashed to find those that a crash has damaged, so writes can reach the
+    disk in any order.
+
+    The constructor hashes all chunks that were kept, so call it off the event loop. All methods raise OSError if a file
+    cannot be read or written.
+    """
+
+    def __init__(self, path: Path, *, num_bytes: int) -> None:
+        self._path, self._digests_path = path, _digests_path(path)
+        self._num_bytes = num_bytes
+        self._num_chunks = -(-num_bytes // STATE_CHUNK_BYTES)
+        self.missing = list(range(self._num_chunks))
+        if not self._is_fresh():
+            self.start_over()
+            return
+        digests = self._digests_path.read_bytes()
+        with path.open("rb") as file:
+            for index in range(self._num_chunks):
+                digest = digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
+                if any(digest):
+                    file.seek(index * STATE_CHUNK_BYTES)
+                    if blake3(file.read(self.size(index))).digest() == digest:
+                        self.missing.remove(index)
+
+    @property
+    def done_bytes(self) -> int:
+        return self._num_bytes - sum(map(self.size, self.missing))
+
+    def size(self, index: int) -> int:
+        """Return the number of bytes in a chunk, which is STATE_CHUNK_BYTES except for the last chunk."""
+        return min(STATE_CHUNK_BYTES, self._num_bytes - index * STATE_CHUNK_BYTES)
+
+    def put(self, index: int, payload: bytes, digest: bytes) -> None:
+        """Write a verified chunk and its digest."""
+        for path, start, data in (
+            (self._path, index * STATE_CHUNK_BYTES, payload),
+            (self._digests_path, index * DIGEST_BYTES, digest),
+        ):
+            with path.open("r+b") as file:
+                file.seek(start)
+                file.write(data)
+        self.missing.remove(index)
+
+    def start_over(self) -> None:
+        """Discard everything that has arrived, so that all chunks are missing again."""
+        for path, size in ((self._path, self._num_bytes), (self._digests_path, DIGEST_BYTES * self._num_chunks)):
+            path.touch(0o600)
+            os.truncate(path, 0)
+            os.truncate(path, size)
+        self.missing = list(range(self._num_chunks))
+
+    def finish(self) -> None:
+        """Sync the complete file to disk and remove its digests. This is slow."""
+        assert not self.missing
+        with self._path.open("r+b") as file:
+            os.fsync(file)
+        self._digests_path.unlink()
+
+    def _is_fresh(self) -> bool:
+        try:
+            begun = (self._path.stat(), self._digests_path.stat())
+        except FileNotFoundError:
+            return False
+        is_same = [stat.st_size for stat in begun] == [self._num_bytes, DIGEST_BYTES * self._num_chunks]
+        return is_same and time.time() - begun[1].st_mtime < KEPT_FOR_S

@@ -27,13 +27,14 @@ from noloco_p2p.gossip.frames import FetchItem, FetchWant, StateManifest
 from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.gossip.seams import Candidate, Transport
 from noloco_p2p.outer.flat import FlatParameters
-from noloco_p2p.peer.state_admission import StateAdmission
+from noloco_p2p.outer.saved_state import read_state
+from noloco_p2p.outer.weights import vectors_of
 from noloco_p2p.spec import OuterSpec, TrainerSpec, TrainSpec
 from noloco_p2p.telemetry.console import named
 from noloco_p2p.trainer.model import build_model
 from noloco_p2p.trainer.start import load_start
 from noloco_p2p.transfer.donor import describe_state, state_file_bytes
-from noloco_p2p.transfer.fetch import fetch_state
+from noloco_p2p.transfer.fetch import Admission, fetch_state
 
 SPEC = tiny_llama("lies", train=TrainSpec(total_steps=40_000), outer=OuterSpec(alpha=0.5, beta=0.7))
 PROGRESS = 0.5
@@ -243,14 +244,12 @@ def test_of_two_states_that_differ_wildly_none_is_taken(
 async def enter(crowd: Crowd, target: Path, *, newer_than: float) -> StateManifest | None:
     weights, layout = start()
     transport = cast(Transport, crowd.transport())
+    check_file = functools.partial(read_state, expected=vectors_of(SPEC.outer, len(weights)))
     return await fetch_state(
         transport,
         list(crowd.live()),  # the liar comes first
-        layout=layout.digest(),
-        num_elements=len(weights),
-        num_bytes=state_file_bytes(len(weights), SPEC.outer),
+        Admission(SPEC, transport, layout, live=crowd.live, check_file=check_file),
         target=target,
-        admission=StateAdmission(SPEC, transport, live=crowd.live),
         newer_than=newer_than,
         live=crowd.live,
     )

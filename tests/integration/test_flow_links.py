@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
 import pytest
-import uvloop
 from admitting import Admitting
 from harness.identities import identity_of
 from harness.patience import PATIENCE_S
@@ -33,11 +32,6 @@ FORWARD_BYTES, BACKWARD_BYTES = 3 * PIECE_BYTES + 5, 2 * PIECE_BYTES
 NUM_STAGES = 3
 NAMES = sorted(("one", "two", "three"), key=lambda name: identity_of(name).peer_id)
 LOW, MIDDLE, HIGH = NAMES
-
-
-def run(main: Callable[[], Coroutine[None, None, None]]) -> None:
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(asyncio.wait_for(main(), PATIENCE_S))
 
 
 def hello_of(name: str, *, run_name: str = "flow") -> Hello:
@@ -131,7 +125,7 @@ async def town(*stages: tuple[str, int], **limits: Any) -> AsyncGenerator[tuple[
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Wait for a condition; `run` sets the deadline."""
+    """Wait for a condition; the deadline is that of the test."""
     holds = False
     while not holds:
         await asyncio.sleep(0.005)
@@ -175,127 +169,96 @@ async def answer_to(node: Node, name: str, hello: WireFrame, kept: dict[str, Cal
 
 
 @pytest.mark.parametrize("caller_stage", [0, 1])
-def test_either_side_dials_and_payloads_go_both_ways(caller_stage: int) -> None:
-    async def main() -> None:
-        async with town((LOW, 0), (HIGH, 1)) as (made, nodes):
-            caller, other = nodes[caller_stage], nodes[1 - caller_stage]
-            made.undialled = {caller.name}  # as behind a router
-            sent, back = forward(1), backward(1)
-            caller.links.send(other.peer_id, sent)
-            await until(lambda: other.frames)
-            [arrived] = other.frames
-            assert isinstance(arrived, Forward)
-            assert arrived.payload == sent.payload
-            assert 0 < arrived.remaining_s < sent.remaining_s
-            other.links.send(caller.peer_id, back)  # over the same stream
-            await until(lambda: caller.frames)
-            assert caller.frames == [back]
-            caller.links._links[other.peer_id].stop(Unreachable("enough"))
-            await until(lambda: other.events[-1] == ("closed", caller.peer_id))
-            for node in nodes:
-                assert [event for event, _ in node.events] == ["opened", "closed"]
-                assert not node.strikes
-
-    run(main)
-
-
-def test_when_both_dial_at_once_one_stream_stands_and_no_frame_is_lost() -> None:
-    async def main() -> None:
-        async with town((LOW, 1), (HIGH, 2)) as (_, nodes):
-            for _ in range(5):
-                for node, other in (nodes, nodes[::-1]):
-                    node.links.send(other.peer_id, Lost(id_of(node.stage)))
-                await until(lambda: all(node.frames for node in nodes))
-                await asyncio.sleep(0.05)  # meanwhile the redundant call ends
-                assert [node.frames for node in nodes] == [[Lost(id_of(2))], [Lost(id_of(1))]]
-                assert [[event for event, _ in node.events] for node in nodes] == [["opened"], ["opened"]]
-                nodes[0].links._links[nodes[1].peer_id].stop(Unreachable("enough"))
-                await until(lambda: len(nodes[1].events) == 2)
-                for node in nodes:
-                    node.events.clear()
-                    node.frames.clear()
-
-    run(main)
-
-
-def test_a_peer_that_nobody_can_dial_is_told_as_closed() -> None:
-    async def main() -> None:
-        async with town((LOW, 0)) as (_, [node]):
-            gone = identity_of("gone").peer_id
-            node.links.send(gone, Lost(id_of(1)))
-            await until(lambda: node.events)
-            assert node.events == [("closed", gone)]
-            assert node.links.stages == {}
-
-    run(main)
-
-
-def test_urgent_frames_overtake_a_forward_and_time_in_the_queue_counts() -> None:
-    async def main() -> None:
-        async with town((LOW, 0), (HIGH, 1)) as (_, [node, other]):
-            node.links.open(other.peer_id)
-            await until(lambda: node.events)
-            began_s = asyncio.get_running_loop().time() - 7.0
-            first, second = forward(1), forward(2)
-            ticket = MicrobatchTicket(MicrobatchId(node.peer_id, 4), 0.5, 3)
-            for frame in (first, second, backward(3), Want(node.links.tickets.signed(ticket), 50.0)):
-                node.links._links[other.peer_id].send(frame, began_s)
-            await until(lambda: len(other.frames) == 4)
-            want, *payloads = other.frames
-            assert isinstance(want, Want)
-            assert want.remaining_s <= 43
-            assert [frame.id.number for frame in payloads if isinstance(frame, Forward | Backward)] == [3, 1, 2]
-            assert all(frame.remaining_s <= 93 for frame in payloads if isinstance(frame, Forward))
-
-    run(main)
-
-
-def test_a_call_of_the_same_peer_takes_the_place_of_its_stream() -> None:
-    """The peer has restarted, and this side has not noticed yet."""
-
-    async def main() -> None:
-        async with town((LOW, 1)) as (_, [node]):
-            hello = FlowHello(hello_of(HIGH), 0)
-            wires = [await stranger(node, HIGH, hello, Lost(id_of(1)))]
-            await until(lambda: node.frames)
-            wires.append(await stranger(node, HIGH, hello, Lost(id_of(2))))
-            await until(lambda: len(node.frames) == 2)
-            assert [event for event, _ in node.events] == ["opened", "closed", "opened"]
-            assert len(node.links.stages) == 1
-            for wire in wires:
-                await wire.close()
-
-    run(main)
-
-
-def test_a_peer_that_dies_in_the_middle_of_a_payload_leaves_nothing() -> None:
-    async def main() -> None:
-        async with town((LOW, 1)) as (_, [node]):
-            announced = Forward(id_of(1), 10.0, FORWARD_BYTES)
-            wire = await stranger(node, HIGH, FlowHello(hello_of(HIGH), 0), announced, piece_of(bytes(PIECE_BYTES)))
-            await until(lambda: node.events)
-            await wire.close()
-            await until(lambda: len(node.events) == 2)
+async def test_either_side_dials_and_payloads_go_both_ways(caller_stage: int) -> None:
+    async with town((LOW, 0), (HIGH, 1)) as (made, nodes):
+        caller, other = nodes[caller_stage], nodes[1 - caller_stage]
+        made.undialled = {caller.name}  # as behind a router
+        sent, back = forward(1), backward(1)
+        caller.links.send(other.peer_id, sent)
+        await until(lambda: other.frames)
+        [arrived] = other.frames
+        assert isinstance(arrived, Forward)
+        assert arrived.payload == sent.payload
+        assert 0 < arrived.remaining_s < sent.remaining_s
+        other.links.send(caller.peer_id, back)  # over the same stream
+        await until(lambda: caller.frames)
+        assert caller.frames == [back]
+        caller.links._links[other.peer_id].stop(Unreachable("enough"))
+        await until(lambda: other.events[-1] == ("closed", caller.peer_id))
+        for node in nodes:
             assert [event for event, _ in node.events] == ["opened", "closed"]
-            assert not node.frames
             assert not node.strikes
 
-    run(main)
+
+async def test_when_both_dial_at_once_one_stream_stands_and_no_frame_is_lost() -> None:
+    async with town((LOW, 1), (HIGH, 2)) as (_, nodes):
+        for _ in range(5):
+            for node, other in (nodes, nodes[::-1]):
+                node.links.send(other.peer_id, Lost(id_of(node.stage)))
+            await until(lambda: all(node.frames for node in nodes))
+            await asyncio.sleep(0.05)  # meanwhile the redundant call ends
+            assert [node.frames for node in nodes] == [[Lost(id_of(2))], [Lost(id_of(1))]]
+            assert [[event for event, _ in node.events] for node in nodes] == [["opened"], ["opened"]]
+            nodes[0].links._links[nodes[1].peer_id].stop(Unreachable("enough"))
+            await until(lambda: len(nodes[1].events) == 2)
+            for node in nodes:
+                node.events.clear()
+                node.frames.clear()
 
 
-def test_a_payload_that_stops_coming_ends_the_stream() -> None:
-    async def main() -> None:
-        async with town((LOW, 1), stuck_s=0.2) as (_, [node]):
-            wire = await stranger(node, HIGH, FlowHello(hello_of(HIGH), 0), Lost(id_of(1)))
-            await until(lambda: node.frames)
-            await asyncio.sleep(0.5)
-            assert [event for event, _ in node.events] == ["opened"]  # a neighbour may be silent between payloads
-            await wire.write(flow_wire.encode(Forward(id_of(1), 10.0, FORWARD_BYTES)))
-            await until(lambda: len(node.events) == 2)
-            assert not node.strikes
+async def test_urgent_frames_overtake_a_forward_and_time_in_the_queue_counts() -> None:
+    async with town((LOW, 0), (HIGH, 1)) as (_, [node, other]):
+        node.links.open(other.peer_id)
+        await until(lambda: node.events)
+        began_s = asyncio.get_running_loop().time() - 7.0
+        first, second = forward(1), forward(2)
+        ticket = MicrobatchTicket(MicrobatchId(node.peer_id, 4), 0.5, 3)
+        for frame in (first, second, backward(3), Want(node.links.tickets.signed(ticket), 50.0)):
+            node.links._links[other.peer_id].send(frame, began_s)
+        await until(lambda: len(other.frames) == 4)
+        want, *payloads = other.frames
+        assert isinstance(want, Want)
+        assert want.remaining_s <= 43
+        assert [frame.id.number for frame in payloads if isinstance(frame, Forward | Backward)] == [3, 1, 2]
+        assert all(frame.remaining_s <= 93 for frame in payloads if isinstance(frame, Forward))
+
+
+async def test_a_call_of_the_same_peer_takes_the_place_of_its_stream() -> None:
+    """The peer has restarted, and this side has not noticed yet."""
+    async with town((LOW, 1)) as (_, [node]):
+        hello = FlowHello(hello_of(HIGH), 0)
+        wires = [await stranger(node, HIGH, hello, Lost(id_of(1)))]
+        await until(lambda: node.frames)
+        wires.append(await stranger(node, HIGH, hello, Lost(id_of(2))))
+        await until(lambda: len(node.frames) == 2)
+        assert [event for event, _ in node.events] == ["opened", "closed", "opened"]
+        assert len(node.links.stages) == 1
+        for wire in wires:
             await wire.close()
 
-    run(main)
+
+async def test_a_peer_that_dies_in_the_middle_of_a_payload_leaves_nothing() -> None:
+    async with town((LOW, 1)) as (_, [node]):
+        announced = Forward(id_of(1), 10.0, FORWARD_BYTES)
+        wire = await stranger(node, HIGH, FlowHello(hello_of(HIGH), 0), announced, piece_of(bytes(PIECE_BYTES)))
+        await until(lambda: node.events)
+        await wire.close()
+        await until(lambda: len(node.events) == 2)
+        assert [event for event, _ in node.events] == ["opened", "closed"]
+        assert not node.frames
+        assert not node.strikes
+
+
+async def test_a_payload_that_stops_coming_ends_the_stream() -> None:
+    async with town((LOW, 1), stuck_s=0.2) as (_, [node]):
+        wire = await stranger(node, HIGH, FlowHello(hello_of(HIGH), 0), Lost(id_of(1)))
+        await until(lambda: node.frames)
+        await asyncio.sleep(0.5)
+        assert [event for event, _ in node.events] == ["opened"]  # a neighbour may be silent between payloads
+        await wire.write(flow_wire.encode(Forward(id_of(1), 10.0, FORWARD_BYTES)))
+        await until(lambda: len(node.events) == 2)
+        assert not node.strikes
+        await wire.close()
 
 
 def piece_of(payload: bytes, *, is_backward: bool = False) -> Piece:
@@ -322,63 +285,53 @@ LOST = Lost(id_of(1))
     ],
     ids=["large", "huge", "of the other codec", "twice", "short", "long", "empty", "unannounced", "hello", "checked"],
 )
-def test_what_no_honest_peer_sends_is_a_strike_and_ends_the_stream(frames: Iterable[WireFrame]) -> None:
-    async def main() -> None:
-        async with town((LOW, 1)) as (_, [node]):
-            wire = await stranger(node, HIGH, FlowHello(hello_of(HIGH), 0), *frames)
-            await until(lambda: node.strikes)
-            await until(lambda: len(node.events) == 2)
-            assert [event for event, _ in node.events] == ["opened", "closed"]
-            assert len(node.strikes) == 1
-            assert not node.frames
-            await wire.close()
-
-    run(main)
+async def test_what_no_honest_peer_sends_is_a_strike_and_ends_the_stream(frames: Iterable[WireFrame]) -> None:
+    async with town((LOW, 1)) as (_, [node]):
+        wire = await stranger(node, HIGH, FlowHello(hello_of(HIGH), 0), *frames)
+        await until(lambda: node.strikes)
+        await until(lambda: len(node.events) == 2)
+        assert [event for event, _ in node.events] == ["opened", "closed"]
+        assert len(node.strikes) == 1
+        assert not node.frames
+        await wire.close()
 
 
-def test_a_damaged_payload_arrives_as_none() -> None:
-    async def main() -> None:
-        async with town((LOW, 1)) as (_, [node]):
-            announced = Backward(id_of(1), BACKWARD_BYTES)
-            good = piece_of(bytes(PIECE_BYTES), is_backward=True)
-            damaged = Piece(True, bytes(PIECE_BYTES), bytes(16))
-            hello = FlowHello(hello_of(HIGH), 2)
-            wire = await stranger(node, HIGH, hello, announced, damaged, good, announced, good, good)
-            await until(lambda: len(node.frames) == 2)
-            assert [frame.payload is None for frame in node.frames if isinstance(frame, Backward)] == [True, False]
-            assert not node.strikes
-            await wire.close()
-
-    run(main)
+async def test_a_damaged_payload_arrives_as_none() -> None:
+    async with town((LOW, 1)) as (_, [node]):
+        announced = Backward(id_of(1), BACKWARD_BYTES)
+        good = piece_of(bytes(PIECE_BYTES), is_backward=True)
+        damaged = Piece(True, bytes(PIECE_BYTES), bytes(16))
+        hello = FlowHello(hello_of(HIGH), 2)
+        wire = await stranger(node, HIGH, hello, announced, damaged, good, announced, good, good)
+        await until(lambda: len(node.frames) == 2)
+        assert [frame.payload is None for frame in node.frames if isinstance(frame, Backward)] == [True, False]
+        assert not node.strikes
+        await wire.close()
 
 
-def test_nothing_more_is_read_while_a_payload_is_checked() -> None:
+async def test_nothing_more_is_read_while_a_payload_is_checked() -> None:
     """A flood of forwards therefore waits at its sender."""
-
-    async def main() -> None:
-        async with town((LOW, 0), (HIGH, 1)) as (_, [node, other]):
-            other.gate.clear()
-            num_sent = 0
-            wire = await stranger(other, MIDDLE, FlowHello(hello_of(MIDDLE), 0))
-            await wire.read()
-            payload = [bytes(PIECE_BYTES)] * 3 + [bytes(5)]
-            try:
-                async with asyncio.timeout(1.0):
-                    for number in range(1000):
-                        announced = Forward(id_of(number), 10.0, FORWARD_BYTES)
-                        for frame in (announced, *map(piece_of, payload)):
-                            await wire.write(flow_wire.encode(frame))
-                        num_sent += 1
-            except TimeoutError:
-                pass
-            assert num_sent < 200, "what gRPC reads ahead"
-            node.links.send(other.peer_id, Lost(id_of(1)))  # other streams continue
-            await until(lambda: ("opened", node.peer_id) in other.events)
-            other.gate.set()
-            await until(lambda: Lost(id_of(1)) in other.frames)
-            await wire.close()
-
-    run(main)
+    async with town((LOW, 0), (HIGH, 1)) as (_, [node, other]):
+        other.gate.clear()
+        num_sent = 0
+        wire = await stranger(other, MIDDLE, FlowHello(hello_of(MIDDLE), 0))
+        await wire.read()
+        payload = [bytes(PIECE_BYTES)] * 3 + [bytes(5)]
+        try:
+            async with asyncio.timeout(1.0):
+                for number in range(1000):
+                    announced = Forward(id_of(number), 10.0, FORWARD_BYTES)
+                    for frame in (announced, *map(piece_of, payload)):
+                        await wire.write(flow_wire.encode(frame))
+                    num_sent += 1
+        except TimeoutError:
+            pass
+        assert num_sent < 200, "what gRPC reads ahead"
+        node.links.send(other.peer_id, Lost(id_of(1)))  # other streams continue
+        await until(lambda: ("opened", node.peer_id) in other.events)
+        other.gate.set()
+        await until(lambda: Lost(id_of(1)) in other.frames)
+        await wire.close()
 
 
 @pytest.mark.parametrize(
@@ -392,14 +345,11 @@ def test_nothing_more_is_read_while_a_payload_is_checked() -> None:
     ],
     ids=["run", "own stage", "no stage", "name of another", "no hello"],
 )
-def test_who_is_no_neighbour_is_refused_in_words(hello: WireFrame, code: RefuseCode) -> None:
-    async def main() -> None:
-        async with town((LOW, 1)) as (_, [node]):
-            answer = await answer_to(node, HIGH, hello)
-            assert getattr(answer, "code", None) is code
-            assert not node.events
-
-    run(main)
+async def test_who_is_no_neighbour_is_refused_in_words(hello: WireFrame, code: RefuseCode) -> None:
+    async with town((LOW, 1)) as (_, [node]):
+        answer = await answer_to(node, HIGH, hello)
+        assert getattr(answer, "code", None) is code
+        assert not node.events
 
 
 def num_accepted(node: Node) -> int:
@@ -407,98 +357,78 @@ def num_accepted(node: Node) -> int:
     return sum(inbound.is_accepted for inbound in node.server._proxy._inbound.values())
 
 
-def test_streams_that_carry_nothing_make_room_for_a_neighbour() -> None:
+async def test_streams_that_carry_nothing_make_room_for_a_neighbour() -> None:
     """Strangers hold all places. Control frames and repeated calls of one peer do not keep a place."""
     busy, dripping, *idle = (f"holder {number}" for number in range(4))
-
-    async def main() -> None:
-        async with town((LOW, 1), stuck_s=0.3, max_accepted=4) as (_, [node]):
-            wires = {name: await stranger(node, name, FlowHello(hello_of(name), 0), LOST) for name in (busy, dripping)}
-            for name in (*idle, idle[0]):
-                wires[name] = await stranger(node, name, FlowHello(hello_of(name), 0), LOST)
-            await until(lambda: len(node.frames) == 5)
-            await asyncio.sleep(0.5)
-            payload = [bytes(PIECE_BYTES)] * 3 + [bytes(5)]
-            for name, frames in {dripping: [LOST], busy: [ANNOUNCED, *map(piece_of, payload)]}.items():
-                for frame in frames:
-                    await wires[name].write(flow_wire.encode(frame))
-            await until(lambda: len(node.frames) == 7)
-            newcomers = [f"newcomer {number}" for number in range(3)]
-            for name in newcomers:
-                assert isinstance(await answer_to(node, name, FlowHello(hello_of(name), 0), wires), FlowHello)
-            assert set(node.links.stages) == {identity_of(name).peer_id for name in (busy, *newcomers)}
-            for wire in wires.values():
-                await wire.close()
-
-    run(main)
-
-
-def test_where_all_streams_are_in_use_a_newcomer_is_refused_and_brings_nothing() -> None:
-
-    async def main() -> None:
-        async with town((LOW, 1), max_accepted=2) as (_, [node]):
-            wires = {
-                name: await stranger(node, name, FlowHello(hello_of(name), 0), LOST) for name in ("first", "second")
-            }
-            await until(lambda: len(node.frames) == 2)
-            answer = await answer_to(node, "third", FlowHello(hello_of("third"), 0), wires)
-            assert getattr(answer, "code", None) is RefuseCode.BUSY
-            assert num_accepted(node) == 2
-            for wire in wires.values():
-                await wire.close()
-
-    run(main)
-
-
-def test_a_peer_without_a_stage_refuses_in_words() -> None:
-    async def main() -> None:
-        session = Session(identity_of(LOW))
-        server = GrpcServer(Admitting(hello_of(LOW)), session=session)
-        await server.start("127.0.0.1", 0)
-        async with town((HIGH, 1)) as (_, [node]):
-            there = Candidate(session.identity.peer_id, f"127.0.0.1:{server.port}", session_key=session.key)
-            wire = await Connector(node.session).call(there, FLOW_METHOD, timeout_s=PATIENCE_S)
-            await wire.write(flow_wire.encode(FlowHello(hello_of(HIGH), 1)))
-            answer = flow_wire.decode(await wire.read() or b"")
-            assert getattr(answer, "code", None) is RefuseCode.OTHER_MODEL
+    async with town((LOW, 1), stuck_s=0.3, max_accepted=4) as (_, [node]):
+        wires = {name: await stranger(node, name, FlowHello(hello_of(name), 0), LOST) for name in (busy, dripping)}
+        for name in (*idle, idle[0]):
+            wires[name] = await stranger(node, name, FlowHello(hello_of(name), 0), LOST)
+        await until(lambda: len(node.frames) == 5)
+        await asyncio.sleep(0.5)
+        payload = [bytes(PIECE_BYTES)] * 3 + [bytes(5)]
+        for name, frames in {dripping: [LOST], busy: [ANNOUNCED, *map(piece_of, payload)]}.items():
+            for frame in frames:
+                await wires[name].write(flow_wire.encode(frame))
+        await until(lambda: len(node.frames) == 7)
+        newcomers = [f"newcomer {number}" for number in range(3)]
+        for name in newcomers:
+            assert isinstance(await answer_to(node, name, FlowHello(hello_of(name), 0), wires), FlowHello)
+        assert set(node.links.stages) == {identity_of(name).peer_id for name in (busy, *newcomers)}
+        for wire in wires.values():
             await wire.close()
-        await server.stop(0.0)
-
-    run(main)
 
 
-def test_a_peer_that_is_banned_later_loses_its_stream() -> None:
-    async def main() -> None:
-        async with town((LOW, 0), (HIGH, 1)) as (_, [node, other]):
-            node.links.open(other.peer_id)
-            await until(lambda: node.events and other.events)
-            node.links.look()
-            assert node.links.stages == {other.peer_id: 1}
-            node.banned.add(other.peer_id)
-            node.links.look()
-            assert node.links.stages == {}
-            await until(lambda: len(other.events) == 2)
-            node.links.open(other.peer_id)
-            await until(lambda: len(node.events) == 3)
-            assert node.events[-1] == ("closed", other.peer_id)
-
-    run(main)
+async def test_where_all_streams_are_in_use_a_newcomer_is_refused_and_brings_nothing() -> None:
+    async with town((LOW, 1), max_accepted=2) as (_, [node]):
+        wires = {name: await stranger(node, name, FlowHello(hello_of(name), 0), LOST) for name in ("first", "second")}
+        await until(lambda: len(node.frames) == 2)
+        answer = await answer_to(node, "third", FlowHello(hello_of("third"), 0), wires)
+        assert getattr(answer, "code", None) is RefuseCode.BUSY
+        assert num_accepted(node) == 2
+        for wire in wires.values():
+            await wire.close()
 
 
-def test_a_peer_that_has_stopped_opens_and_takes_no_stream() -> None:
+async def test_a_peer_without_a_stage_refuses_in_words() -> None:
+    session = Session(identity_of(LOW))
+    server = GrpcServer(Admitting(hello_of(LOW)), session=session)
+    await server.start("127.0.0.1", 0)
+    async with town((HIGH, 1)) as (_, [node]):
+        there = Candidate(session.identity.peer_id, f"127.0.0.1:{server.port}", session_key=session.key)
+        wire = await Connector(node.session).call(there, FLOW_METHOD, timeout_s=PATIENCE_S)
+        await wire.write(flow_wire.encode(FlowHello(hello_of(HIGH), 1)))
+        answer = flow_wire.decode(await wire.read() or b"")
+        assert getattr(answer, "code", None) is RefuseCode.OTHER_MODEL
+        await wire.close()
+    await server.stop(0.0)
+
+
+async def test_a_peer_that_is_banned_later_loses_its_stream() -> None:
+    async with town((LOW, 0), (HIGH, 1)) as (_, [node, other]):
+        node.links.open(other.peer_id)
+        await until(lambda: node.events and other.events)
+        node.links.look()
+        assert node.links.stages == {other.peer_id: 1}
+        node.banned.add(other.peer_id)
+        node.links.look()
+        assert node.links.stages == {}
+        await until(lambda: len(other.events) == 2)
+        node.links.open(other.peer_id)
+        await until(lambda: len(node.events) == 3)
+        assert node.events[-1] == ("closed", other.peer_id)
+
+
+async def test_a_peer_that_has_stopped_opens_and_takes_no_stream() -> None:
     """If it accepted a stream, its neighbours would wait for the deadlines of the work that it accepted."""
-
-    async def main() -> None:
-        async with town((LOW, 0), (HIGH, 1)) as (_, [node, other]):
-            node.links.open(other.peer_id)
-            await until(lambda: node.events and other.events)
-            await other.links.stop()
-            await until(lambda: len(node.events) == 2)
-            node.links.open(other.peer_id)
-            await until(lambda: len(node.events) == 3)
-            other.links.send(node.peer_id, Lost(id_of(1)))
-            await asyncio.sleep(0.05)
-            assert [event for event, _ in node.events] == ["opened", "closed", "closed"]
-            assert not node.frames
-
-    run(main)
+    async with town((LOW, 0), (HIGH, 1)) as (_, [node, other]):
+        node.links.open(other.peer_id)
+        await until(lambda: node.events and other.events)
+        await other.links.stop()
+        await until(lambda: len(node.events) == 2)
+        node.links.open(other.peer_id)
+        await until(lambda: len(node.events) == 3)
+        other.links.send(node.peer_id, Lost(id_of(1)))
+        await asyncio.sleep(0.05)
+        assert [event for event, _ in node.events] == ["opened", "closed", "closed"]
+        assert not node.frames

@@ -15,7 +15,7 @@ import grpc
 import grpc.aio
 import pytest
 import torch
-from admitting import AnyState
+from admitting import admission_of
 from harness.loopback import LoopbackSwarm
 from harness.patience import AT_ONCE_S, PATIENCE_S, PATIENT, until
 from harness.processes import free_port
@@ -389,7 +389,7 @@ class Donor(Answering):
         path = folder / name
         path.write_bytes(self.data)
         self.states = StateServer(SPEC)
-        self.states.saved = self.saved = describe_state(path, layout="layout", num_elements=9, progress=0.5)
+        self.states.saved = self.saved = describe_state(path, layout="layout", num_elements=10, progress=0.5)
         self.asked: list[FetchWant] = []
         self._alter = alter
         super().__init__(states=self.states)
@@ -400,9 +400,8 @@ class Donor(Answering):
 
 
 async def fetch_from(donors: list[Candidate], target: Path) -> StateManifest | None:
-    return await fetch_state(
-        transport(), donors, layout="layout", num_elements=9, num_bytes=NUM_BYTES, target=target, admission=AnyState()
-    )
+    here = transport()
+    return await fetch_state(here, donors, admission_of(SPEC, here, num_bytes=NUM_BYTES), target=target)
 
 
 async def test_spec_manifest_and_chunks_come_over_grpc(tmp_path: Path) -> None:

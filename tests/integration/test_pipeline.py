@@ -3,128 +3,94 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import pytest
 import torch
+from admitting import Admitting
 from harness.identities import identity_of
 from harness.patience import PATIENCE_S
-from harness.swapping import wait_until
 from staged_reference import FP32, material_of, spec_of, trained_alone
 
+from noloco_p2p.dial_guard import DialGuard
 from noloco_p2p.errors import PeerError
 from noloco_p2p.flow.frames import Answer, Credit, Forward, Lost, Mark, MicrobatchId, MicrobatchTicket, Want
 from noloco_p2p.gossip.frames import Hello, chunk_digest
-from noloco_p2p.gossip.seams import Candidate, Outside
-from noloco_p2p.gossip.service import PeerService
+from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net import flow_wire
-from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.net.connection import CallerWire, Connector
 from noloco_p2p.net.flow import FLOW_METHOD, MAX_DROPPED
 from noloco_p2p.net.flow_wire import FlowHello, Piece, WireFrame
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.session import Session
+from noloco_p2p.net.throttle import UNLIMITED
 from noloco_p2p.net.tickets import Tickets
-from noloco_p2p.outer.noloco import NoLoCo
 from noloco_p2p.peer.network_thread import NetworkThread
-from noloco_p2p.peer.stage_flow import StageFlow, StagePlan
 from noloco_p2p.spec import TrainerSpec
-from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
 from noloco_p2p.trainer.inner_step import InnerStep
-from noloco_p2p.trainer.rms_gate import LEAST_FRAMES
-from noloco_p2p.trainer.stage import build_stage
-from noloco_p2p.trainer.stage_work import StageLoop
-from noloco_p2p.transfer.donor import StateServer
+from noloco_p2p.trainer.stage import build_stage, train_of_stage
+from noloco_p2p.trainer.stage_flow import StageFlow
+from noloco_p2p.trainer.stage_work import LEAST_FRAMES, StageLoop
 
-T = TypeVar("T")
+
+class Schedule:
+    """The outer optimizer of a peer that has no partners."""
+
+    def __init__(self, spec: TrainerSpec) -> None:
+        self.progress = 0.0
+        self._step = 1 / spec.train.total_steps
+
+    def step(self) -> None:
+        self.progress = min(1.0, round(self.progress + self._step, 9))
+
+    def hold_progress(self) -> None: ...
 
 
 class StagePeer:
-    """One replica of one stage: its server and streams run on the network thread, and a thread of its own computes."""
+    """The only peer of one stage: its server and streams run on the network thread, and a thread of its own computes.
 
-    def __init__(self, swarm: StageSwarm, stage: int, number: int, *, rooms: int, folder: Path) -> None:
+    It is also its own `Network`, with the `LivePeers`, the heads and the `BanList` in it.
+    """
+
+    limits = UNLIMITED
+    directory = SimpleNamespace(node=SimpleNamespace(guard=DialGuard()))
+    reachability = SimpleNamespace(is_closed=lambda: False)
+
+    def __init__(self, swarm: StageSwarm, stage: int, *, rooms: int) -> None:
         spec, cut = swarm.spec, swarm.spec.pipeline.cut
         assert cut != "auto"
-        self.spec = spec
-        self.stage = stage
+        self.swarm, self.spec, self.stage, self._rooms = swarm, spec, stage, rooms
         self.strikes: list[str] = []
         self.looked_for: list[str] = []
-        self.identity = identity_of(f"stage {stage} replica {number}")
+        self.identity = identity_of(f"stage {stage}")
         self.session = Session(self.identity)
+        self.live_peers = self.bans = self.heads = self
         built = build_stage(spec.model, cut, index=stage, sequence_length=spec.data.sequence_length)
-        train = spec.train.model_copy(update={"clip_norm": spec.train.clip_norm / spec.pipeline.stages**0.5})
-        self.inner = InnerStep(built.model, train)
-        self.work = StageLoop(built, spec, self.inner, cast(Any, SimpleNamespace(progress=0.0)))
-        self.folder = folder
+        self.outer = Schedule(spec)
+        self.work = StageLoop(built, spec, InnerStep(built.model, train_of_stage(spec)), cast(Any, self.outer))
         self.leaving = threading.Event()
-        self.swarm, self._number, self._rooms = swarm, number, rooms
         self.thread = threading.Thread(target=self._train, daemon=True)
 
     async def start(self) -> None:
-        spec, swarm = self.swarm.spec, self.swarm
-        hello = Hello(self.peer_id, spec.name, spec.digest())  # without a layout, which differs between stages
-        self.service = self._swap_service()
-        self.flow = StageFlow(
-            StagePlan(spec, self.stage, self.work, self._rooms, 0.0, self._batches() if self.stage == 0 else None),
-            self.identity,
-            lambda: hello,
-            heads=cast(Any, self),
-            live=lambda: [peer.candidate for peer in swarm.peers if peer is not self],
-            strike=self.strike,
-            connector=Connector(self.session),
-            find=swarm.find,
-        )
-        self.server = GrpcServer(self.service, session=self.session, serve_flow=self.flow.links.serve)
+        spec, batches = self.spec, None
+        if self.stage == 0:
+            batches = iter(material_of(spec).batches("replica-0", batch_size=spec.pipeline.microbatch))
+        self.flow = StageFlow(cast(Any, self), self.work, num_rooms=self._rooms, progress=0.0, batches=batches)
+        self.server = GrpcServer(Admitting(self.hello()), session=self.session, serve_flow=self.flow.links.serve)
         await self.server.start("127.0.0.1", 0)
 
-    def _swap_service(self) -> PeerService:
-        """Return the service for swaps with the other replicas of this stage."""
-        spec, swarm, made = self.spec, self.swarm, list[MemoryPeer]()
+    async def stop(self) -> None:
+        """Stop without a farewell."""
+        await self.flow.stop()
+        await self.server.stop(0.0)
 
-        def hello() -> Hello:
-            return Hello(self.peer_id, spec.name, spec.digest(), layout=made[0].layout if made else "")
-
-        service = PeerService(
-            Outside(
-                spec=spec,
-                hello=hello,
-                transport=GrpcTransport(hello, session=self.session),
-                directory=StageMates(self),
-                executor=swarm.executor,
-                rng=random.Random(self.peer_id),
-            )
-        )
-        self.peer = MemoryPeer(
-            cast("MemorySwarm", swarm),
-            self.peer_id,
-            spec=spec,
-            run_folder=self.folder,
-            service=service,
-            states=StateServer(spec),
-            executor=swarm.executor,
-        )
-        made.append(self.peer)
-        return service
-
-    def begin(self) -> None:
-        """Begin to swap. The network thread must be running, and not be the caller."""
-        self.outer = NoLoCo(
-            self.work.stage.model,
-            self.inner,
-            self.peer,
-            resume=False,
-            save_every_s=0.0,
-            follows_caller=self.stage > 0,
-        )
-        self.work._outer = self.outer
+    def hello(self) -> Hello:
+        return Hello(self.peer_id, self.spec.name, self.spec.digest())  # layouts differ between stages
 
     @property
     def peer_id(self) -> str:
@@ -133,6 +99,12 @@ class StagePeer:
     @property
     def candidate(self) -> Candidate:
         return Candidate(self.peer_id, f"127.0.0.1:{self.server.port}", stage=self.stage, session_key=self.session.key)
+
+    def reached(self) -> Sequence[Candidate]:
+        return [peer.candidate for peer in self.swarm.peers if peer is not self]
+
+    async def find(self, peer_id: str, *, timeout_s: float) -> Candidate | None:
+        return next((peer.candidate for peer in self.swarm.peers if peer.peer_id == peer_id), None)
 
     def __contains__(self, head: object) -> bool:
         return head in self.swarm.listed
@@ -146,16 +118,8 @@ class StagePeer:
     def strike(self, peer: str, why: str) -> None:
         self.strikes.append(why)
 
-    async def stop(self) -> None:
-        """Stop without a farewell."""
-        await self.flow.stop()
-        await self.service.stop()
-        await self.server.stop(0.0)
-
-    def _batches(self) -> Iterator[object]:
-        spec = self.swarm.spec
-        name = f"replica-{self._number}"
-        return iter(material_of(spec).batches(name, replica=self._number, batch_size=spec.pipeline.microbatch))
+    def why(self, peer: str) -> str:
+        return ""
 
     def _train(self) -> None:
         while not self.leaving.is_set() and (self.flow.turn(0.1) or not self.flow.node.is_over):
@@ -164,52 +128,18 @@ class StagePeer:
             self.work.finish()
 
 
-class StageMates:
-    """A directory that lists the other replicas of a peer's stage."""
-
-    def __init__(self, peer: StagePeer) -> None:
-        self._peer = peer
-
-    def live(self) -> Sequence[Candidate]:
-        swarm, own = self._peer.swarm, self._peer
-        return [other.candidate for other in swarm.of_stage(own.stage) if other is not own]
-
-    def num_live(self) -> int:
-        return len(self.live()) + 1
-
-    def knows(self, peer_id: str) -> bool:
-        return any(candidate.peer_id == peer_id for candidate in self.live())
-
-    async def find(self, peer_id: str, *, timeout_s: float) -> Candidate | None:
-        return next((candidate for candidate in self.live() if candidate.peer_id == peer_id), None)
-
-
 class StageSwarm:
-    """Peers that all know each other. `rooms`: microbatches that a peer holds, or that a head has in flight."""
+    """A peer of each of `stages`. `rooms`: microbatches that a peer holds, or that a head has in flight."""
 
-    def __init__(self, spec: TrainerSpec, folder: Path, *, num_replicas: int, rooms: int) -> None:
+    def __init__(self, spec: TrainerSpec, *, rooms: int, stages: Sequence[int] = (0, 1, 2)) -> None:
         self.spec = spec
         self.network = NetworkThread()
         self.listed: set[str] = set()  # heads whose record every peer has seen
         self.unread: set[str] = set()  # heads whose record a peer sees once it looks for it
-        self.executor = ThreadPoolExecutor(2)
-        self.peers = [
-            StagePeer(self, stage, number, rooms=rooms, folder=folder / f"{stage}-{number}")
-            for stage in range(spec.pipeline.stages)
-            for number in range(num_replicas)
-        ]
-
-    async def find(self, peer_id: str, *, timeout_s: float) -> Candidate | None:
-        return next((peer.candidate for peer in self.peers if peer.peer_id == peer_id), None)
-
-    def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return self.network.call(coroutine, PATIENCE_S)
-
-    def of_stage(self, stage: int) -> list[StagePeer]:
-        return [peer for peer in self.peers if peer.stage == stage % self.spec.pipeline.stages]
+        self.peers = [StagePeer(self, stage, rooms=rooms) for stage in stages]
 
     async def start(self) -> None:
-        self.listed.update(head.peer_id for head in self.of_stage(0))
+        self.listed.update(peer.peer_id for peer in self.peers if peer.stage == 0)
         for peer in self.peers:
             await peer.start()
         for peer in self.peers:
@@ -219,74 +149,47 @@ class StageSwarm:
         for peer in self.peers:
             await peer.stop()
 
-    def wait(self, peers: list[StagePeer]) -> None:
-        for peer in peers:
-            peer.thread.join(PATIENCE_S)
-            assert not peer.thread.is_alive()
+
+Action = Callable[[StageSwarm], Coroutine[None, None, None]]
 
 
 @contextmanager
-def swarm_of(
-    spec: TrainerSpec,
-    folder: Path,
-    *,
-    num_replicas: int,
-    rooms: int,
-    before: Callable[[StageSwarm], Coroutine[None, None, None]] | None = None,
-) -> Iterator[StageSwarm]:
-    """Train, after `before` has run while the streams are open."""
-    swarm = StageSwarm(spec, folder, num_replicas=num_replicas, rooms=rooms)
+def open_streams(swarm: StageSwarm, before: Action | None) -> Iterator[None]:
+    """Open the streams, and let `before` act."""
     try:
         swarm.network.call(swarm.start(), PATIENCE_S)
         if before:
             swarm.network.call(before(swarm), PATIENCE_S)
-        for peer in swarm.peers:
-            peer.begin()
-        for peer in swarm.peers:
-            peer.thread.start()
-        yield swarm
+        yield
     finally:
         for peer in swarm.peers:
             peer.leaving.set()
         swarm.network.call(swarm.stop(), PATIENCE_S)
         swarm.network.stop()
-        swarm.executor.shutdown()
 
 
-@pytest.mark.parametrize("inner_optimizer", ["adamw", "muon"])
-def test_one_path_with_one_microbatch_in_flight_is_a_single_machine(inner_optimizer: str, tmp_path: Path) -> None:
-    changes = {**FP32, "train.inner_optimizer": inner_optimizer, "train.clip_norm": 0.3}
-    spec = spec_of(steps=20, **changes)
+def train(spec: TrainerSpec, *, before: Action | None = None) -> list[StagePeer]:
+    """Train to the end with one microbatch in flight, after `before` has run while the streams are open."""
+    swarm = StageSwarm(spec, rooms=1)
+    with open_streams(swarm, before):
+        for peer in swarm.peers:
+            peer.thread.start()
+        for peer in swarm.peers:
+            peer.thread.join(PATIENCE_S)
+            assert not peer.thread.is_alive()
+    assert not [peer.strikes for peer in swarm.peers if peer.strikes]
+    return swarm.peers
+
+
+def test_one_path_with_one_microbatch_in_flight_is_a_single_machine() -> None:
+    spec = spec_of(steps=20, **{**FP32, "train.clip_norm": 0.3})
     alone = trained_alone(spec)
     start = dict(material_of(spec).model().named_parameters())
-    with swarm_of(spec, tmp_path, num_replicas=1, rooms=1) as swarm:
-        swarm.wait(swarm.peers)
-        for peer in swarm.peers:
-            assert peer.work.steps == 20
-            assert not peer.strikes
-            for name, param in peer.work.stage.model.named_parameters():
-                assert torch.allclose(param, alone[name], atol=1e-5, rtol=0), name
-                assert not torch.allclose(param, start[name], atol=1e-3, rtol=0), "it has trained"
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_two_replicas_of_each_stage_learn_swap_and_survive_one_that_dies(stage: int, tmp_path: Path) -> None:
-    spec = spec_of(steps=10, **{"train.batch_size": 8})
-    with swarm_of(spec, tmp_path, num_replicas=2, rooms=2) as swarm:
-        heads, victim = swarm.of_stage(0), swarm.of_stage(stage)[0]
-        wait_until(lambda: all(head.work.steps >= 3 for head in heads))
-        before = [head.work.loss_sum / head.work.loss_tokens for head in heads]
-        swarm.network.call(victim.stop(), PATIENCE_S)
-        victim.leaving.set()
-        swarm.wait([peer for peer in swarm.peers if peer is not victim])
-        after = [head.work.loss_sum / head.work.loss_tokens for head in heads]
-        # Heads at different places of the schedule meet half-way when they swap.
-        assert all(8 <= head.work.steps <= 12 for head in heads), [head.work.steps for head in heads]
-        assert all(late < early for early, late in zip(before, after, strict=True)), (before, after)
-        assert not [peer.strikes for peer in swarm.peers if peer.strikes]
-        for peer in swarm.peers:
-            assert peer is victim or peer.outer.progress >= 1
-            assert peer.stage == stage or peer.service.counts.swaps >= 1, peer.service.counts
+    for peer in train(spec):
+        assert peer.work.steps == 20
+        for name, param in peer.work.stage.model.named_parameters():
+            assert torch.allclose(param, alone[name], atol=1e-5, rtol=0), name
+            assert not torch.allclose(param, start[name], atol=1e-3, rtol=0), "it has trained"
 
 
 # dishonest heads as neighbours
@@ -388,7 +291,7 @@ async def forge_a_ticket(peer: StagePeer) -> None:
 
 
 async def invent_heads(swarm: StageSwarm) -> None:
-    (peer,) = swarm.of_stage(1)
+    peer = swarm.peers[1]
     wire = await stranger(peer)
     for head in ("invented 1", "invented 2", "invented 3"):
         final = ticket_of(peer, 1, head=head, mark=1.0, num_tokens=0)
@@ -398,25 +301,21 @@ async def invent_heads(swarm: StageSwarm) -> None:
     await wire.close()
 
 
-def test_invented_heads_do_not_end_the_training_of_a_stage(tmp_path: Path) -> None:
+def test_invented_heads_do_not_end_the_training_of_a_stage() -> None:
     """One stream and four keys; the stages follow the head to the end, and no Mark of these keys is passed on."""
-    with swarm_of(spec_of(steps=6, **FP32), tmp_path, num_replicas=1, rooms=1, before=invent_heads) as swarm:
-        swarm.wait(swarm.peers)
-        assert [(peer.work.steps, peer.outer.progress) for peer in swarm.peers] == [(6, 1.0)] * 3
-        assert not [peer.strikes for peer in swarm.peers if peer.strikes]
-        invented = {identity_of(name).peer_id for name in ("invented 1", "invented 2", "invented 3", "stranger")}
-        heard_of = [bool(invented & set(peer.looked_for)) for peer in swarm.peers]
-        assert heard_of == [False, True, False]
+    peers = train(spec_of(steps=6, **FP32), before=invent_heads)
+    assert [(peer.work.steps, peer.outer.progress) for peer in peers] == [(6, 1.0)] * 3
+    invented = {identity_of(name).peer_id for name in ("invented 1", "invented 2", "invented 3", "stranger")}
+    assert [bool(invented & set(peer.looked_for)) for peer in peers] == [False, True, False]
 
 
-def test_a_replica_looks_for_the_record_of_a_head_that_it_has_not_seen(tmp_path: Path) -> None:
+def test_a_replica_looks_for_the_record_of_a_head_that_it_has_not_seen() -> None:
     async def forget(swarm: StageSwarm) -> None:
         swarm.unread.update(swarm.listed)
         swarm.listed.clear()
 
-    with swarm_of(spec_of(steps=4, **FP32), tmp_path, num_replicas=1, rooms=1, before=forget) as swarm:
-        swarm.wait(swarm.peers)
-        assert [(peer.work.steps, peer.outer.progress) for peer in swarm.peers] == [(4, 1.0)] * 3
+    peers = train(spec_of(steps=4, **FP32), before=forget)
+    assert [(peer.work.steps, peer.outer.progress) for peer in peers] == [(4, 1.0)] * 3
 
 
 @pytest.mark.parametrize(
@@ -430,16 +329,8 @@ def test_a_replica_looks_for_the_record_of_a_head_that_it_has_not_seen(tmp_path:
     ],
     ids=lambda attack: attack.__name__,
 )
-def test_a_dishonest_head_changes_nothing(
-    attack: Callable[[StagePeer], Coroutine[None, None, None]], tmp_path: Path
-) -> None:
-    swarm = StageSwarm(spec_of(steps=4, **FP32), tmp_path, num_replicas=1, rooms=2)
-    swarm.peers = [peer] = swarm.of_stage(1)
+def test_a_dishonest_head_changes_nothing(attack: Callable[[StagePeer], Coroutine[None, None, None]]) -> None:
+    swarm = StageSwarm(spec_of(steps=4, **FP32), rooms=2, stages=[1])
     swarm.listed.add(identity_of("stranger").peer_id)
-    try:
-        swarm.network.call(swarm.start(), PATIENCE_S)
-        swarm.network.call(attack(peer), PATIENCE_S)
-    finally:
-        swarm.network.call(swarm.stop(), PATIENCE_S)
-        swarm.network.stop()
-        swarm.executor.shutdown()
+    with open_streams(swarm, lambda swarm: attack(swarm.peers[0])):
+        pass

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from admitting import AnyState
+from admitting import admission_of
 from blake3 import blake3
 from harness.loopback import LoopbackSwarm
 from harness.patience import PATIENCE_S
@@ -177,18 +177,16 @@ async def test_a_first_fetch_is_capped_on_either_side(side: str, tmp_path: Path)
     source, num_bytes = tmp_path / "state", 8 << 20
     source.write_bytes(bytes(num_bytes))
     states = StateServer(SPEC)
-    states.saved = describe_state(source, layout="layout", num_elements=9, progress=0.0)
+    states.saved = describe_state(source, layout="layout", num_elements=10, progress=0.0)
     server = GrpcServer(Sink(states), upload(RATE) if side == "donor" else Limits())
     await server.start("127.0.0.1", 0)
     began_s = time.monotonic()
+    transport = caller(download(RATE) if side == "newcomer" else Limits())
     manifest = await fetch_state(
-        caller(download(RATE) if side == "newcomer" else Limits()),
+        transport,
         [Candidate("sink", f"127.0.0.1:{server.port}")],
-        layout="layout",
-        num_elements=9,
-        num_bytes=num_bytes,
+        admission_of(SPEC, transport, num_bytes=num_bytes),
         target=tmp_path / "fetched",
-        admission=AnyState(),
     )
     assert manifest is not None
     assert is_about(time.monotonic() - began_s, num_bytes / RATE)

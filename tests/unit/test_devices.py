@@ -13,9 +13,7 @@ from noloco_p2p.errors import SettingsError
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.trainer import needs
-from noloco_p2p.trainer.compute import Compute, choose_device
-from noloco_p2p.trainer.gauges import peak_flops
-from noloco_p2p.trainer.memory import free_bytes
+from noloco_p2p.trainer.compute import Compute, choose_device, free_bytes, peak_flops
 from noloco_p2p.trainer.needs import check_memory
 
 CPU, MPS, CUDA = torch.device("cpu"), torch.device("mps"), torch.device("cuda")
@@ -147,11 +145,11 @@ def test_memory_of_a_mac_is_that_of_the_machine(monkeypatch: pytest.MonkeyPatch,
     synchronize(MPS)
     synchronize(CPU)
     assert waited == [()], "torch.mps takes no device"
-    monkeypatch.setattr("noloco_p2p.trainer.memory.free_memory", lambda: 100 * GIB)
+    monkeypatch.setattr("noloco_p2p.trainer.compute.free_memory", lambda: 100 * GIB)
     assert free_bytes(MPS, num_parameters=GIB // 8, has_moments=True) == 6 * GIB
-    monkeypatch.setattr("noloco_p2p.trainer.memory.free_memory", lambda: 5 * GIB)
+    monkeypatch.setattr("noloco_p2p.trainer.compute.free_memory", lambda: 5 * GIB)
     assert free_bytes(MPS, num_parameters=GIB // 8, has_moments=True) == 4 * GIB
-    monkeypatch.setattr("noloco_p2p.trainer.memory.free_memory", lambda: 0)
+    monkeypatch.setattr("noloco_p2p.trainer.compute.free_memory", lambda: 0)
     assert free_bytes(MPS, num_parameters=GIB // 8, has_moments=True) == 0
 
 

@@ -54,10 +54,6 @@ a return of what was not sent is refused
     ASKING; forward v h.1 -> drop v h.1
 a damaged return is refused
     TAKEN; damaged_forward v h.1 -> drop v h.1; forward v h.1 -> taken v h.1, compute loss h.1
-a repeated backward does nothing
-    BACKWARD; backward x h.1 -> nothing; computed; backward x h.1 -> nothing; counted -> loss 10 done 10
-a backward from elsewhere does nothing
-    BEHIND; backward y h.1 -> nothing; backward x h.1 -> compute backward h.1
 a backward before the loss does nothing
     LOSS; backward x h.1 -> nothing; computed -> backward v h.1, compute backward h.1
 
@@ -68,8 +64,6 @@ one is launched at first, and the window grows
 the next one is launched when the last has left
     window 3; launch; can_launch -> no; computed; can_launch -> no; credit x h.1; can_launch -> yes;
     launch -> compute forward h.2
-at most the window is in flight
-    window 1; TAKEN; can_launch -> no
 without a stream for the return nothing is launched
     sinks; can_launch -> no; sinks v; can_launch -> yes
 a full pipeline holds the data back
@@ -79,8 +73,6 @@ a head that all neighbours refuse keeps its microbatch
     ASKING; drop x h.1 -> want y h.1; drop y h.1 -> nothing; at 5 -> want x h.1
 sinks that came meanwhile are told
     launch; computed -> want x h.1; sinks w; wait x h.1 -> want y h.1
-before TAKEN another replica is drawn
-    ASKING; credit x h.1; closed x -> want y h.1; credit y h.1 -> forward y h.1; size -> 1
 
 a forward that all refuse is given up with its deadline
     ASKING; credit x h.1; drop x h.1 -> want y h.1; credit y h.1; drop y h.1 -> want x h.1; at 100;
@@ -96,8 +88,6 @@ a path that dies after the loss: the tail counts, and the front has none
     backward x h.1 -> nothing
 a path that dies before the loss is computed: later stages get their gradients
     LOSS; closed x -> nothing; computed -> backward v h.1; counted -> loss 10 done 10; is_idle -> yes
-only the neighbour that has it can lose it
-    BEHIND; lost y h.1 -> nothing; backward x h.1 -> compute backward h.1
 losses of one window halve it once
     window 4; TAKEN; launch; computed; credit x h.2; taken x h.2; lost x h.1 -> nothing; size -> 2;
     lost x h.2 -> nothing; size -> 2
@@ -115,8 +105,6 @@ out of memory in the loss: the path frees its rooms
     LOSS; failed -> lost v h.1; counted -> loss 0 done 0; is_idle -> yes
 out of memory in the front's backward
     BACKWARD; failed -> nothing; counted -> loss 10 done 10; size -> 1
-a damaged backward
-    BEHIND; damaged_backward x h.1 -> nothing; counted -> loss 10 done 10
 a return after the end is refused
     BACKWARD; computed; forward v h.1 -> drop v h.1
 
@@ -141,8 +129,6 @@ a head that has finished repeats its final mark
 a neighbour that comes after the end hears of it, and an evaluation does not keep a head from its end
     opened x -> nothing; trained; BACKWARD; computed -> close 40; is_over -> no; step_closed 1 -> tell all 1
     opened x -> tell x 1; is_over -> yes; evaluate; computed; is_over -> yes
-a head that was finished launches nothing
-    begin 4 1; can_launch -> no
 
 # evaluation
 

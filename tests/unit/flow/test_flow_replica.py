@@ -18,7 +18,7 @@ from noloco_p2p.flow.limits import (
     VOTE_S,
     num_rooms,
 )
-from noloco_p2p.flow.neighbours import Routing
+from noloco_p2p.flow.neighbours import Few, Routing
 
 FORWARD = "want a h.1 -> credit a h.1; forward a h.1 -> taken a h.1, compute forward h.1"
 ASKING = f"{FORWARD}; computed -> want x h.1"
@@ -62,8 +62,6 @@ a forward without a credit is refused
     forward a h.1 -> drop a h.1
 a forward with the credit of another neighbour is refused
     want a h.1; forward b h.1 -> drop b h.1; forward a h.1 -> taken a h.1, compute forward h.1
-a queued want is no credit
-    FULL; want b h.3; forward b h.3 -> drop b h.3
 a microbatch that has arrived is not taken back
     FULL; lost a h.2 -> nothing
 a credit that is not needed is free again
@@ -98,10 +96,6 @@ a repeated backward does nothing
     backward x h.1 -> nothing; num_tokens -> 10
 a backward from elsewhere does nothing
     TAKEN; backward y h.1 -> nothing; backward x h.1 -> compute backward h.1
-a backward before its forward was sent does nothing
-    ASKING; backward x h.1 -> nothing; credit x h.1 -> forward x h.1
-a backward of what is not here does nothing
-    backward x h.1 -> nothing
 
 # asking
 
@@ -111,16 +105,12 @@ a neighbour that refuses is not waited for
     ASKING; drop x h.1 -> want y h.1; credit y h.1 -> forward y h.1
 all neighbours refuse: the room is needed for others
     ASKING; drop x h.1 -> want y h.1; drop y h.1 -> lost a h.1; is_idle -> yes
-one refuses and one has no room yet
-    ASKING; wait x h.1 -> want y h.1; drop y h.1 -> nothing; credit x h.1 -> forward x h.1
 a neighbour that says nothing is not waited for
     ASKING; at {ASK_PATIENCE_S} -> want y h.1; credit x h.1 -> forward x h.1, lost y h.1
 all are asked again
     ASKING; wait x h.1 -> want y h.1; wait y h.1; at 4 -> nothing; at {ASK_AGAIN_S} -> want x h.1
 a second credit is given back
     ASKING; wait x h.1 -> want y h.1; credit y h.1 -> forward y h.1, lost x h.1; credit x h.1 -> lost x h.1
-a repeated credit is not
-    SENT; credit x h.1 -> nothing
 a credit for what is not here is given back
     credit x h.1 -> lost x h.1
 a credit of a neighbour that was not asked is given back
@@ -145,8 +135,6 @@ a receiver dies before TAKEN: another one is drawn
     SENT; closed x -> want y h.1; credit y h.1 -> forward y h.1
 a receiver dies after TAKEN: lost upstream
     TAKEN; closed x -> lost a h.1; is_idle -> yes; num_tokens -> 0
-a neighbour that was asked dies
-    ASKING; closed x -> want y h.1
 a later stage has lost it
     TAKEN; lost x h.1 -> lost a h.1; is_idle -> yes
 only the neighbour that has it can lose it
@@ -159,24 +147,16 @@ the sender dies while its microbatch is here: all before give it up
     ASKING; closed a -> lost x h.1; is_idle -> yes
 the sender dies while its microbatch is further on: the gradients are valid here
     TAKEN; closed a -> nothing; backward x h.1 -> compute backward h.1; computed -> nothing; num_tokens -> 10
-the sender dies while the backward is computed
-    TAKEN; backward x h.1; closed a -> nothing; computed -> nothing; num_tokens -> 10; is_idle -> yes
-both neighbours die
-    TAKEN; closed a; closed x -> nothing; is_idle -> yes
 the head dies
     begin 3 4; want a h.1; forward a h.1; computed -> forward h h.1; closed h -> lost a h.1
 the head has given it up
     begin 3 4; want a h.1; forward a h.1; computed -> forward h h.1; drop h h.1 -> lost a h.1; is_idle -> yes
 a microbatch expires
     TAKEN; at 61 -> lost a h.1; backward x h.1 -> nothing; is_idle -> yes
-a microbatch expires while it asks
-    want a h.1; forward a h.1 0.4; computed -> want x h.1; at 0 -> lost x h.1, lost a h.1
 a backward that is here does not expire
     TAKEN; backward x h.1 -> compute backward h.1; at 61 -> nothing; computed -> backward a h.1
 a microbatch is lost while its forward is computed
     FORWARD; closed a -> nothing; computed -> nothing; is_idle -> yes
-out of memory in a forward
-    FORWARD; failed -> lost a h.1; is_idle -> yes
 out of memory in a backward discards this microbatch alone
     TAKEN; want b i.1; forward b i.1; backward x h.1; computed; failed -> lost a h.1; num_tokens -> 0;
     credit x i.1 -> forward x i.1; taken x i.1; backward x i.1 -> compute backward i.1;
@@ -344,3 +324,31 @@ def test_fast_routing_asks_in_proportion_to_the_measured_rate() -> None:
         routing.measured("y", 3.0)
     firsts = [routing.order({"x", "y"}, ticket("h.1", 0.0))[0] for _ in range(4000)]
     assert abs(firsts.count("x") - 3000) < 150
+
+
+def test_a_few_of_those_who_live_are_kept_while_they_do() -> None:
+    neighbours = Few(random.Random(0), most=3)
+    neighbours.update({"a", "b"})
+    assert sorted(neighbours.chosen) == ["a", "b"]
+    neighbours.update({"a", "b", "c", "d", "e"})
+    first = neighbours.chosen
+    assert len(first) == 3
+    assert {"a", "b"} < set(first)
+    neighbours.update({"a", "b", "c", "d", "e"})
+    assert neighbours.chosen == first
+    neighbours.update({"b", "d", "e"})
+    assert sorted(neighbours.chosen) == ["b", "d", "e"]
+    neighbours.update(set())
+    assert neighbours.chosen == ()
+
+
+def test_one_place_is_drawn_anew_so_that_each_peer_is_met_in_time() -> None:
+    everybody = {f"peer-{number}" for number in range(12)}
+    neighbours, met = Few(random.Random(0), most=4), set[str]()
+    for _ in range(100):
+        neighbours.update(everybody)
+        assert len(neighbours.chosen) == 4
+        met.update(neighbours.chosen)
+        neighbours.drop_one()
+        assert len(neighbours.chosen) == 3
+    assert met == everybody

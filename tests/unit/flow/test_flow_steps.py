@@ -37,15 +37,6 @@ def test_the_median_is_the_lower_one() -> None:
     assert steps.median(0.0) == 0.3
 
 
-def test_a_head_votes_again_when_it_is_heard_again() -> None:
-    steps = median_steps()
-    vote(steps, "a", 1, 0.1)
-    assert steps.median(VOTE_S) == 0.1
-    assert steps.median(VOTE_S + 1) is None
-    vote(steps, "a", 2, 0.1, VOTE_S + 2)
-    assert steps.median(VOTE_S + 3) == 0.1
-
-
 @given(
     marks=st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 5), st.integers(0, 3)), max_size=60),
     seed=st.integers(0, 1000),

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness.patience import PATIENCE_S
+from harness.processes import until
 from harness.specs import published
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -143,6 +144,20 @@ def test_closing_swaps_bring_peers_to_their_mean(tmp_path: Path) -> None:
         assert [replica.outer.progress for replica in replicas] == progress
     assert float((after - after.mean(0)).norm()) < 0.5 * float((before - before.mean(0)).norm()) + 1e-6
     torch.testing.assert_close(after.mean(0), flat(make_model(1)) + 30 * 2.5e-3, rtol=0.0, atol=1e-5)
+
+
+def test_those_who_need_no_more_closing_swaps_answer_the_last_one(tmp_path: Path) -> None:
+    with MemorySwarm(make_spec()) as swarm:
+        *first, last = replicas = [Replica(swarm, name, tmp_path) for name in ("a", "b", "c")]
+        nudge(last.model, 1.0)
+
+        def close_late() -> None:
+            until(lambda: all(replica.outer._exchange.only_answers for replica in first), what="peers that are close")
+            last.outer.close()
+
+        together(close_late, *(replica.outer.close for replica in first))
+        ends = torch.stack([flat(replica.model) for replica in replicas])
+    assert float((ends - ends.mean(0)).abs().max()) < 0.1
 
 
 def test_a_peer_alone_ends_its_closing_swaps_at_once(tmp_path: Path) -> None:
@@ -325,3 +340,12 @@ def test_a_state_of_other_numbers_than_fp32_is_refused(dtype: torch.dtype) -> No
         given = {name: vector.to(dtype) for name, vector in outer.weights.tensors().items()}
         with pytest.raises(CheckpointError, match="instead of float32"):
             outer.weights.take(given)
+
+
+def test_a_model_of_doubles_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    with MemorySwarm(make_spec()) as swarm:
+        model, again = make_model(1, dtype=torch.float64), make_model(2, dtype=torch.float64)
+        nudge(model, 1e-12)
+        NoLoCo(model, None, swarm.peer("a", run_folder=tmp_path), save_every_s=0).save()
+        NoLoCo(again, None, swarm.peer("b", run_folder=tmp_path), save_every_s=0)
+        assert torch.equal(flat(again), flat(model))

@@ -78,7 +78,7 @@ def asked_of(others: Others, *, is_told_stale: bool, num_tries: int = 1) -> list
     """Return the peers whose state this peer would fetch."""
     found: list[Candidate] = []
 
-    async def fetch(transport: object, donors: list[Candidate], **rest: Any) -> None:
+    async def fetch(transport: object, donors: list[Candidate], *_: object, **rest: Any) -> None:
         found.extend(donors)
 
     catch_up(others, is_told_stale=is_told_stale, num_tries=num_tries, fetch=fetch)

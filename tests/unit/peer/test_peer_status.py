@@ -1,13 +1,17 @@
-"""The counters of a peer continue after a restart, and after it has begun to train another model."""
+"""The counters of a peer continue after a restart, and it counts the peers of its own stage."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from noloco_p2p.gossip.gossip import Counts, Link
-from noloco_p2p.peer.network import Status
+from noloco_p2p.gossip.seams import Candidate
+from noloco_p2p.peer.network import LivePeers, Status
 from noloco_p2p.telemetry.metrics import Metrics
 
 
@@ -56,3 +60,22 @@ def test_only_the_time_of_training_counts(monkeypatch: pytest.MonkeyPatch) -> No
     again.restore({"trained_s": 8.0})
     again.count(Counts(), Link(), relayed_bytes=0)
     assert metrics.trained_s == 8
+
+
+class Directory:
+    """A directory that lists a part of a large swarm; a third of the listed peers hold stage 0."""
+
+    def live(self) -> Sequence[Candidate]:
+        return [Candidate(f"peer-{number}", address="", stage=min(number % 3, 1)) for number in range(30)]
+
+    def headcount(self) -> Any:
+        return SimpleNamespace(others=300)
+
+
+def test_peers_of_other_stages_do_not_count_for_the_shares_of_this_one() -> None:
+    peers = LivePeers(cast(Any, Directory()), cast(Any, None))
+    assert peers.num_live() == 301
+    for stage, others in ((0, 100), (1, 200)):
+        peers.stage = stage
+        assert peers.num_live() == 1 + others
+        assert {peer.stage for peer in peers.mates()} == {stage}

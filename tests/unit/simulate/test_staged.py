@@ -65,13 +65,6 @@ def test_gossip_pulls_the_replicas_of_a_stage_together() -> None:
         assert other.swap_bytes == other.swaps.committed == 0
 
 
-def test_faster_stages_and_links_are_those_that_were_named() -> None:
-    links = (parse_links(["1mbit-20ms", "2mbit-20ms"]), parse_links(["cable"]))
-    plan = StagedPlan((2, 2, 2), speeds=((1.0,), (2.0, 4.0)), links=links)
-    assert [plan.speed(stage, 1) for stage in range(3)] == [1.0, 4.0, 4.0]
-    assert [plan.link(stage, 1).name for stage in range(3)] == ["2mbit-20ms", "cable", "cable"]
-
-
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_the_run_goes_on_when_a_replica_crashes(stage: int) -> None:
     events = (Event("crash", 1, 1.5, stage), Event("join", 2, 2.5, stage), Event("leave", 0, 4.0, (stage + 1) % 3))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from torch import Tensor
 
 from noloco_p2p.cli import local
@@ -16,12 +15,6 @@ from noloco_p2p.trainer.loop import draw
 
 def no_memory() -> Tensor:
     raise MemoryError
-
-
-def test_a_batch_is_drawn() -> None:
-    batch = draw(lambda: torch.ones(2))
-    assert batch is not None
-    assert torch.equal(batch, torch.ones(2))
 
 
 def test_no_memory_for_a_batch_says_what_to_do() -> None:

@@ -72,14 +72,6 @@ def test_a_folder_with_something_in_it_is_refused(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["precious"]
 
 
-def test_an_empty_folder_is_used(tmp_path: Path) -> None:
-    folder = tmp_path / "empty"
-    folder.mkdir()
-    export_model(build_model(SMALL, sequence_length=16), build_tokenizer(DataSpec()), folder)
-    assert (folder / "model.safetensors").stat().st_mode & 0o777 == 0o644
-    assert folder.stat().st_mode & 0o777 == 0o755
-
-
 def test_a_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     model, tokenizer = build_model(SMALL, sequence_length=16), build_tokenizer(DataSpec())

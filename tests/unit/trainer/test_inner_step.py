@@ -10,13 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from noloco_p2p.optim.inner import make_inner_optimizers
 from noloco_p2p.outer.checkpoint import Checkpoint, Checkpoints
 from noloco_p2p.outer.optimizer_state import flatten_optimizers, restore_optimizers
 from noloco_p2p.spec import DataSpec, ModelSpec, TrainerSpec, TrainSpec
-from noloco_p2p.trainer.gauges import flops_per_token
+from noloco_p2p.trainer.compute import flops_per_token
 from noloco_p2p.trainer.inner_step import InnerStep
-from noloco_p2p.trainer.model import build_model, hidden_matrices
+from noloco_p2p.trainer.model import build_model
 
 MODEL = ModelSpec(hidden_size=32, num_layers=1, num_heads=2, mlp_size=48)
 
@@ -36,8 +35,10 @@ def weights(inner: InnerStep) -> torch.Tensor:
     return nn.utils.parameters_to_vector(inner.trainable.values()).detach()
 
 
-def test_muon_takes_the_matrices_of_the_blocks_and_adamw_everything_else() -> None:
-    inner = make("muon")
+@pytest.mark.parametrize("tied", [True, False])
+def test_muon_takes_the_matrices_of_the_blocks_and_adamw_everything_else(tied: bool) -> None:
+    model = build_model(MODEL.model_copy(update={"tied_embeddings": tied}), sequence_length=16)
+    inner = InnerStep(model, TrainSpec(inner_optimizer="muon"))
     names = {id(param): name for name, param in inner.trainable.items()}
     muon, adamw = ([names[id(p)] for group in o.param_groups for p in group["params"]] for o in inner.optimizers)
     assert isinstance(inner.optimizers[0], torch.optim.Muon)
@@ -45,20 +46,6 @@ def test_muon_takes_the_matrices_of_the_blocks_and_adamw_everything_else() -> No
     assert all(name.startswith("model.layers.0") for name in muon)
     assert sorted([*muon, *adamw]) == sorted(inner.trainable)
     assert any("embed" in name for name in adamw)
-
-
-def test_an_untied_head_is_no_matter_for_muon() -> None:
-    model = build_model(MODEL.model_copy(update={"tied_embeddings": False}), sequence_length=16)
-    chosen = {id(matrix) for matrix in hidden_matrices(model)}
-    assert len(chosen) == 7
-    head = model.get_output_embeddings()
-    assert head is not None
-    assert id(head.weight) not in chosen
-
-
-def test_a_model_without_a_matrix_is_refused() -> None:
-    with pytest.raises(ValueError, match="inner_optimizer is 'muon'"):
-        make_inner_optimizers(nn.LayerNorm(3).parameters(), TrainSpec(inner_optimizer="muon"), matrices=[])
 
 
 @pytest.mark.parametrize("inner_optimizer", ["adamw", "muon"])

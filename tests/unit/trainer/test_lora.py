@@ -56,15 +56,6 @@ def test_at_first_adapters_change_nothing_and_peers_start_equal() -> None:
     assert torch.equal(logits(build()), logits(build(BASE)))
 
 
-def test_another_base_is_another_model_and_its_tensor_is_named() -> None:
-    one = FlatParameters(build()).model_layout
-    two = FlatParameters(build(LORA.model_copy(update={"seed": 4}))).model_layout
-    assert one.digest() != two.digest()
-    assert one.first_difference(two).startswith("the frozen tensor model.embed_tokens.weight [384, 32] ")
-    three = FlatParameters(build(LORA.model_copy(update={"lora": LoraSpec(rank=5)}))).model_layout
-    assert "q_proj.lora_A.default.weight [4, 32], the other has" in one.first_difference(three)
-
-
 def test_the_export_is_the_merged_model_and_training_goes_on(tmp_path: Path) -> None:
     model = build()
     train(model)

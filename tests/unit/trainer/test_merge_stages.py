@@ -103,19 +103,12 @@ def test_the_export_of_a_live_run_is_the_mean_and_loads_in_transformers(
     assert model.dtype == torch.float32
     assert model.config.use_cache
     assert model.generation_config.eos_token_id == AutoTokenizer.from_pretrained(folder).eos_token_id == 1
-
-
-def test_each_stage_is_a_file_and_no_tensor_is_there_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec, folder = SPECS[True], tmp_path / "model"
-    assert run(["export", "--merge", use(crowd_of(spec, tmp_path), monkeypatch), str(folder)]) == 0
     files = sorted(path.name for path in folder.glob("*.safetensors"))
     assert files == [f"model-0000{stage + 1}-of-00003.safetensors" for stage in range(NUM_STAGES)]
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     held = {name: file for file in files for name in load_file(folder / file)}
     assert index["weight_map"] == held
-    assert "lm_head.weight" not in held
-    num_bytes = sum(tensor.nbytes for file in files for tensor in load_file(folder / file).values())
-    assert index["metadata"]["total_size"] == num_bytes == 4 * sum(each.numel() for each in replica(spec, 0).values())
+    assert held.keys() == expected.keys(), "a tied tensor is there once"
 
 
 def test_a_lie_is_left_out_of_its_stage_alone(

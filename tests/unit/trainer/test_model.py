@@ -55,20 +55,6 @@ def test_the_same_spec_gives_the_same_bits_and_leaves_the_callers_random_state_a
         assert torch.equal(one, two), name
 
 
-def test_another_seed_gives_other_weights() -> None:
-    other = build_model(SMALL.model_copy(update={"seed": 1}), sequence_length=16)
-    assert not torch.equal(_embeddings(other), _embeddings(build_model(SMALL, sequence_length=16)))
-
-
-def test_the_model_trains_in_fp32_with_sdpa() -> None:
-    model = build_model(SMALL, sequence_length=16)
-    assert model.training
-    assert model.config._attn_implementation == "sdpa"
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-    ids = torch.zeros(2, 16, dtype=torch.long)
-    assert model(input_ids=ids, labels=ids).past_key_values is None
-
-
 def test_building_it_uses_no_network_and_prints_nothing() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", SILENT_AND_OFFLINE], capture_output=True, text=True, check=False
@@ -91,11 +77,6 @@ def test_a_sequence_longer_than_the_pretrained_model_knows_is_refused(tmp_path: 
     build_model(SMALL, sequence_length=16).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"data\.sequence_length is 32, .* only 16 positions"):
         build_model(NAMED, sequence_length=32, folders={"mine": str(tmp_path)})
-
-
-def test_a_folder_without_a_model_is_refused_in_words(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="cannot be loaded"):
-        build_model(NAMED, sequence_length=16, folders={"mine": str(tmp_path)})
 
 
 def test_pickled_weights_are_not_read(tmp_path: Path) -> None:

@@ -6,10 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness.processes import until
 from harness.specs import published
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from noloco_p2p.errors import CheckpointError
@@ -70,36 +67,6 @@ def test_the_first_differing_tensor_is_named() -> None:
     assert layout().first_difference(less) == (
         "the trainable tensors differ: this model has tied.bias [4], the other has none"
     )
-
-
-TENSORS = st.lists(st.tuples(st.text(max_size=5), st.lists(st.integers(0, 9), max_size=3).map(tuple)), max_size=4)
-
-
-@settings(max_examples=30)
-@given(TENSORS.map(tuple), TENSORS.map(tuple))
-def test_layouts_survive_their_json_and_equal_digests_mean_no_difference(
-    one: tuple[tuple[str, tuple[int, ...]], ...], two: tuple[tuple[str, tuple[int, ...]], ...]
-) -> None:
-    ours, theirs = ModelLayout(one), ModelLayout(two)
-    assert ModelLayout.from_json(ours.as_json()) == ours
-    assert (ours.digest() == theirs.digest()) is (ours.first_difference(theirs) == "")
-
-
-@pytest.mark.parametrize("data", [b"", b"[]", b"{}", b'{"trainable": [["a"]], "frozen": []}', b'{"trainable": 5}'])
-def test_a_list_of_tensors_that_is_none_is_refused(data: bytes) -> None:
-    with pytest.raises(ValueError, match=r"."):
-        ModelLayout.from_json(data)
-
-
-def test_a_partner_with_another_model_is_refused() -> None:
-    with MemorySwarm(SPEC) as swarm:
-        one, two = swarm.peer("one"), swarm.peer("two")
-        outers = [NoLoCo(Net(width), None, peer, save_every_s=0) for width, peer in ((4, one), (5, two))]
-        for outer in outers:
-            outer.step()
-        counts = one.service.counts, two.service.counts
-        until(lambda: (counts[0].refused + counts[1].refused)["OTHER_MODEL"], what="a refusal")
-        assert counts[0].swaps == counts[1].swaps == 0
 
 
 def test_a_checkpoint_of_another_model_is_refused_and_the_tensor_is_named(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
 
 import pytest
 import torch
@@ -102,7 +101,13 @@ def train_sharded(ranks: Ranks, spec: TrainerSpec, steps: range, resume: Path | 
     save_file({"losses": losses, **inner.state(), **parameters.named_values()}, to)
 
 
-def run_ranks(size: int, act: Callable[[Ranks], None], others: Callable[[Ranks], None] = follow_rank_0) -> None:
+def run_ranks(
+    size: int,
+    act: Callable[[Ranks], None],
+    others: Callable[[Ranks], None] = follow_rank_0,
+    *,
+    others_exit_with: int = 0,
+) -> None:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["noloco_p2p.trainer.sharded"])
     port = free_port()
@@ -114,7 +119,7 @@ def run_ranks(size: int, act: Callable[[Ranks], None], others: Callable[[Ranks],
     codes = [process.exitcode for process in processes]
     for process in processes:
         process.kill()
-    assert codes == [0] * size
+    assert codes == [0] + [others_exit_with] * (size - 1)
 
 
 def sharded(
@@ -236,21 +241,5 @@ def lose_one(ranks: Ranks) -> None:
     assert time.monotonic() - began_s < AT_ONCE_S
 
 
-def leave_alone(rank: int, size: int, port: int, codes: Any) -> None:
-    try:
-        one_rank(rank, size, port, lose_one)
-        codes[rank] = 1
-    except AttributeError:
-        codes[rank] = 2
-
-
 def test_a_rank_that_ends_ends_the_work_of_rank_0_with_an_error_in_words() -> None:
-    context = multiprocessing.get_context("forkserver")
-    codes, port = context.Array("i", 2), free_port()
-    processes = [context.Process(target=leave_alone, args=(rank, 2, port, codes)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(PATIENCE_S)
-        process.kill()
-    assert codes[:] == [1, 2]
+    run_ranks(2, lose_one, others_exit_with=1)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from harness.processes import small_spec
+from training_peer import training_peer
 
 from noloco_p2p.outer.checkpoint import Checkpoint
-from noloco_p2p.peer.peer import Peer
-from noloco_p2p.settings import PeerSettings
 from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.telemetry.events import read_events
-from noloco_p2p.telemetry.progress import Progress
-from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
+from noloco_p2p.testing.peers import MemorySwarm
 from noloco_p2p.trainer.loop import Trainer
 
 NUM_STEPS = 11
@@ -24,36 +21,11 @@ SPEC = small_spec("resume", evaluate__every_steps=4, train__total_steps=60)
 MOMENTUM = SPEC.with_changes({"outer.alpha": 0.5, "outer.inner_steps": 4})
 
 
-class TrainingPeer(MemoryPeer):
-    """Adds what the trainer needs from a peer beyond the needs of the outer step."""
-
-    settings: PeerSettings
-    address = "memory"
-
-    def begin(self, settings: PeerSettings) -> Peer:
-        self.settings = settings
-        self.progress = Progress()
-        self.leave_requested, self.pause_requested = threading.Event(), threading.Event()
-        self.run_folder.mkdir(parents=True, exist_ok=True)
-        return cast("Peer", self)
-
-    def live_peers(self) -> int:
-        return 0
-
-    def restore_metrics(self, values: dict[str, Any]) -> None:
-        for name, value in values.items():
-            setattr(self.metrics, name, value)
-
-
 def train(folder: Path, num_steps: int, spec: TrainerSpec = SPEC) -> Checkpoint:
     """Resume from `folder`, take `num_steps` inner steps, and return the last checkpoint."""
     with MemorySwarm(spec) as swarm:
-        peer = swarm.peer("the same peer", run_folder=folder)
-        peer.__class__ = TrainingPeer
-        settings = PeerSettings(
-            state_dir=folder, device="cpu", max_steps=num_steps, save_every_s=1e-9, report_every_s=1e-9
-        )
-        trainer = Trainer(cast("TrainingPeer", peer).begin(settings), say=lambda line: None)
+        peer = training_peer(swarm, folder, max_steps=num_steps, save_every_s=1e-9, report_every_s=1e-9)
+        trainer = Trainer(peer, say=lambda line: None)
         trainer.needs()
         path = trainer.train()
         assert path is not None
@@ -92,8 +64,3 @@ def test_the_losses_after_a_stop_are_those_without_it(
     assert [event["step"] for event in events(tmp_path / "whole", "evaluated")] == [0, 4, 8, 11]
     step_tokens = SPEC.train.batch_size * SPEC.data.sequence_length
     assert last.meta["metrics"]["tokens"] == whole.meta["metrics"]["tokens"] == NUM_STEPS * step_tokens
-
-
-def test_the_last_k_checkpoints_are_kept(tmp_path: Path) -> None:
-    train(tmp_path, NUM_STEPS)
-    assert len(list((tmp_path / "checkpoints").glob("*-step-*"))) == PeerSettings().keep_checkpoints

@@ -13,19 +13,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     CONFIG_MAPPING,
-    AutoModelForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
 )
 
 from noloco_p2p.errors import ModelError
-from noloco_p2p.optim.inner import make_inner_optimizers
-from noloco_p2p.outer.flat import FlatParameters
-from noloco_p2p.spec import ModelSpec, TrainSpec
+from noloco_p2p.spec import ModelSpec
 from noloco_p2p.trainer import weights
 from noloco_p2p.trainer.compute import Compute, blocks
-from noloco_p2p.trainer.gauges import flops_per_token
-from noloco_p2p.trainer.inner_step import InnerStep
 from noloco_p2p.trainer.model import build_model, build_on_meta, causal_lm_loss, hidden_matrices
 from noloco_p2p.trainer.stage import Stage, build_stage, dropout_seed, measure
 from noloco_p2p.trainer.weights import seed_of
@@ -154,39 +149,6 @@ def test_a_ring_of_stages_is_the_whole_model_bit_for_bit(kind: str, cut: tuple[i
     assert_same_gradients(whole, stages, share=1 / num_tokens)
 
 
-def test_several_microbatches_of_any_size_add_up_as_in_the_whole_model() -> None:
-    spec = LLAMA.model_copy(update={"tied_embeddings": False})
-    whole, stages = build_model(spec, sequence_length=TOKENS), in_stages(spec, (2, 1, 1))
-    for rows in (1, 3):
-        tokens = some_tokens(rows)[:, :11]
-        loss = whole(input_ids=tokens, labels=tokens, num_items_in_batch=1).loss
-        loss.backward()
-        assert torch.equal(ring(stages, tokens), loss.detach())
-    assert_same_gradients(whole, stages)
-
-
-def test_steps_of_stages_are_those_of_a_machine_that_clips_each_part_in_the_same_way() -> None:
-    train = TrainSpec(total_steps=10, warmup_steps=1, inner_optimizer="muon", learning_rate=0.01)
-    whole, stages = build_model(LLAMA, sequence_length=TOKENS), in_stages(LLAMA, (1, 2, 1))
-    clip_norm = 0.1 / len(stages) ** 0.5  # small enough to clip
-    unclipped = InnerStep(whole, train.model_copy(update={"clip_norm": 1e9}))
-    steps = [InnerStep(stage.model, train.model_copy(update={"clip_norm": clip_norm})) for stage in stages]
-    parts = dict(whole.named_parameters())
-    for number in range(5):
-        tokens = some_tokens() + number
-        ring(stages, tokens)
-        for step in steps:
-            for gradient in step.gradients():
-                gradient /= tokens[:, 1:].numel()
-            step.update(progress=number / 10)
-        unclipped.backward(tokens)
-        for stage in stages:
-            torch.nn.utils.clip_grad_norm_([parts[name] for name, _ in stage.model.named_parameters()], clip_norm)
-        unclipped.update(progress=number / 10)
-    for name, param in parameters(stages).items():
-        torch.testing.assert_close(param, parts[name], rtol=0, atol=1e-6)
-
-
 def test_a_ring_in_bf16_is_the_whole_model_in_bf16() -> None:
     whole, stages = build_model(LLAMA, sequence_length=TOKENS), in_stages(LLAMA, (2, 2), compute=Compute("bf16"))
     tokens = some_tokens()
@@ -246,37 +208,6 @@ def test_activation_checkpointing_changes_no_bit_and_compilation_is_by_block(mon
 # the interface to the rest of the trainer
 
 
-def _more_flops(model: torch.nn.Module, num_tokens: int) -> float:
-    """Return by how much longer sequences increase the work per token."""
-    short, long = (flops_per_token(model, sequence_length=length) for length in (TOKENS, TOKENS + num_tokens))
-    return long - short
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_names_matrices_and_layouts_are_those_of_the_whole_model(tied: bool) -> None:
-    spec = LLAMA.model_copy(update={"tied_embeddings": tied})
-    whole, stages = build_model(spec, sequence_length=TOKENS), in_stages(spec, (1, 2, 1))
-    chosen = _names_of_matrices(whole)
-    for stage in stages:
-        own = set(dict(stage.model.named_parameters()))
-        assert _names_of_matrices(stage.model) == chosen & own
-        assert make_inner_optimizers(
-            stage.model.parameters(), TrainSpec(inner_optimizer="muon"), matrices=hidden_matrices(stage.model)
-        )
-    of_blocks = [6.0 * blocks * 32 * 1000 for blocks in (1, 2, 1)]  # of attention: 6 x layers x width x tokens
-    assert [_more_flops(stage.model, 1000) for stage in stages] == of_blocks
-    assert _more_flops(whole, 1000) == sum(of_blocks)
-    layouts = [dict(FlatParameters(stage.model).model_layout.trainable) for stage in stages]
-    assert [next(iter(layout)) for layout in layouts] == [
-        "model.embed_tokens.weight",
-        "model.layers.1.self_attn.q_proj.weight",
-        "model.layers.3.self_attn.q_proj.weight",
-    ]
-    assert {name: shape for layout in layouts for name, shape in layout.items()} == dict(
-        FlatParameters(whole).model_layout.trainable
-    )
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_sizes_from_the_meta_device_are_those_of_the_stages(kind: str, tmp_path: Path) -> None:
     spec, folders = named(config_of(kind), tmp_path)
@@ -288,11 +219,6 @@ def test_sizes_from_the_meta_device_are_those_of_the_stages(kind: str, tmp_path:
         assert part.num_parameters == sum(param.numel() for param in stage.model.parameters())
         assert part.num_matrix_parameters == sum(matrix.numel() for matrix in hidden_matrices(stage.model))
         assert stage.hidden_size == 16
-
-
-def _names_of_matrices(model: PreTrainedModel) -> set[str]:
-    chosen = {id(matrix) for matrix in hidden_matrices(model)}
-    return {name for name, param in model.named_parameters() if id(param) in chosen}
 
 
 # initial weights
@@ -475,14 +401,6 @@ def test_a_cut_of_another_model_and_sequences_too_long_are_refused(tmp_path: Pat
         build_stage(spec, (2, 3), index=0, sequence_length=TOKENS, folders=folders)
     with pytest.raises(ModelError, match=r"is 33, .* only 32 positions"):
         build_stage(spec, (2, 2), index=0, sequence_length=33, folders=folders)
-
-
-def test_a_model_without_sdpa_can_be_trained_whole(tmp_path: Path) -> None:
-    """Gemma2 caps attention logits, which sdpa cannot do."""
-    spec, folders = named(config_of("gemma2 tied"), tmp_path, parameter_seeds=False)
-    model = build_model(spec, sequence_length=TOKENS, folders=folders)
-    assert isinstance(model, type(AutoModelForCausalLM.from_config(model.config)))
-    assert model.config._attn_implementation == "eager"
 
 
 def test_a_seed_on_the_cpu_leaves_accelerators_alone(monkeypatch: pytest.MonkeyPatch) -> None:

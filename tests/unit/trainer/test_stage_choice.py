@@ -43,15 +43,6 @@ def test_a_stage_is_drawn_by_need(num_at: tuple[int, ...], stage: int, least: in
     assert least <= drawn(peers(*num_at), [0, 1, 2])[stage] <= most
 
 
-def test_a_hundred_newcomers_at_once_do_not_all_take_the_same_stage() -> None:
-    assert max(drawn(peers(4, 4, 3), [0, 1, 2], number=100).values()) < 70
-
-
-def test_only_a_stage_that_fits_is_drawn() -> None:
-    assert drawn(peers(0, 5, 0), [1])[1] == 1000
-    assert drawn(peers(9, 1, 1), [0, 2])[1] == 0
-
-
 def one(stage: int, number: int = 0, capacity: float = 100.0) -> Candidate:
     return Candidate(f"{stage}-{number}", "", stage=stage, capacity=capacity)
 

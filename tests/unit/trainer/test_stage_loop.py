@@ -11,8 +11,10 @@ from staged_reference import spec_of
 
 from noloco_p2p.errors import PeerError
 from noloco_p2p.flow.frames import MicrobatchId
-from noloco_p2p.flow.node import Task
+from noloco_p2p.flow.node import MicrobatchLost, Task
 from noloco_p2p.flow.rooms import Kind
+from noloco_p2p.trainer.cut import cut_of
+from noloco_p2p.trainer.stage import build_stage
 from noloco_p2p.trainer.stage_work import StageLoop, StageWork
 
 
@@ -47,12 +49,6 @@ def loop_of() -> tuple[StageLoop, Inner, Outer]:
     return StageLoop(cast(Any, stage), spec_of(), cast(Any, inner), cast(Any, outer)), inner, outer
 
 
-def test_an_inner_replica_follows_the_heads() -> None:
-    loop, inner, outer = loop_of()
-    assert [loop.close_step(64, progress) for progress in (0.25, 0.5)] == [0.25, 0.5]
-    assert (loop.steps, inner.num_steps, outer.num_steps) == (2, 2, 2)
-
-
 def test_a_replica_that_counted_nothing_for_the_last_step_ends_as_the_others_do() -> None:
     loop, inner, outer = loop_of()
     loop.close_step(64, 0.25)
@@ -79,3 +75,20 @@ def test_only_an_accelerator_that_is_out_of_memory_loses_a_microbatch(
     monkeypatch.setattr(StageWork, "compute", fail)
     with pytest.raises(raised):
         loop_of()[0].compute(Task(Kind.FORWARD, MicrobatchId("head", 1), None))
+
+
+def test_a_task_that_fails_leaves_the_gradients_of_the_others() -> None:
+    spec, id = spec_of(), MicrobatchId("head", 1)
+    stage = build_stage(spec.model, cut_of(spec), index=1, sequence_length=spec.data.sequence_length)
+    work, hidden = StageWork(stage, spec), torch.ones(1, spec.data.sequence_length, spec.model.hidden_size)
+
+    def gradients() -> list[torch.Tensor]:
+        return [param.grad.clone() for param in stage.model.parameters() if param.grad is not None]
+
+    work.compute(Task(Kind.BACKWARD, id, hidden, hidden))
+    once = gradients()
+    with pytest.raises(MicrobatchLost):
+        work.compute(Task(Kind.BACKWARD, id, hidden, hidden * torch.inf))
+    assert all(map(torch.equal, gradients(), once))
+    work.compute(Task(Kind.BACKWARD, id, hidden, hidden))
+    assert all(torch.equal(now, 2 * before) for now, before in zip(gradients(), once, strict=True))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from staged_reference import spec_of
+from training_peer import training_peer
 
 from noloco_p2p.errors import CheckpointError, Left, ModelError, SettingsError
 from noloco_p2p.flow.frames import MicrobatchId
@@ -17,55 +17,15 @@ from noloco_p2p.flow.node import Task
 from noloco_p2p.flow.rooms import Kind
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.outer.checkpoint import Checkpoint
-from noloco_p2p.peer.peer import Peer
 from noloco_p2p.peer.run_folder import stage_folder
-from noloco_p2p.settings import PeerSettings
 from noloco_p2p.spec import TrainerSpec
-from noloco_p2p.telemetry.progress import Progress
-from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
+from noloco_p2p.testing.peers import MemorySwarm
 from noloco_p2p.trainer.export import export_model
 from noloco_p2p.trainer.model import build_model, build_tokenizer
 from noloco_p2p.trainer.stage_trainer import StageTrainer
 from noloco_p2p.trainer.start import new_start
 
 SPEC = spec_of(steps=100)
-
-
-class StagedPeer(MemoryPeer):
-    """What the trainer of a stage needs from a peer, in a swarm of `others`."""
-
-    settings: PeerSettings
-    others: Sequence[Candidate] = ()
-    address = "memory"
-    stage: int | None = None
-
-    def begin(self, settings: PeerSettings, others: Sequence[Candidate]) -> Peer:
-        self.settings, self.others = settings, others
-        self.progress = Progress()
-        self.stages = self
-        self.leave_requested, self.pause_requested = threading.Event(), threading.Event()
-        self.run_folder.mkdir(parents=True, exist_ok=True)
-        return cast("Peer", self)
-
-    def members(self) -> Sequence[Candidate]:
-        return self.others
-
-    def mates(self) -> Sequence[Candidate]:
-        return [other for other in self.others if other.stage == self.stage]
-
-    def answering(self) -> Sequence[Candidate]:
-        return self.mates()
-
-    def hold(self, stage: int) -> None:
-        self.stage = stage
-
-    def look_around(self) -> None: ...
-
-    def tell_long_swaps(self, tell: object) -> None: ...
-
-    def restore_metrics(self, values: dict[str, Any]) -> None:
-        for name, value in values.items():
-            setattr(self.metrics, name, value)
 
 
 def trainer_of(
@@ -77,12 +37,10 @@ def trainer_of(
     leaves: bool = False,
     **settings: Any,
 ) -> StageTrainer:
-    peer = swarm.peer(f"peer {len(swarm.peers)}", run_folder=folder)
-    peer.__class__ = StagedPeer
-    ready = cast("StagedPeer", peer).begin(PeerSettings(state_dir=folder, device="cpu", **settings), others)
+    peer = training_peer(swarm, folder, others=others, **settings)
     if leaves:
-        ready.leave_requested.set()
-    return StageTrainer(ready, say=(said if said is not None else []).append, look_s=0.01)
+        peer.leave_requested.set()
+    return StageTrainer(peer, say=(said if said is not None else []).append, look_s=0.01)
 
 
 def train_some(trainer: StageTrainer, number: int) -> None:

@@ -54,14 +54,6 @@ def test_a_part_of_a_model_needs_its_own_files_alone(tmp_path: Path) -> None:
         load_start(model_of(2, 3), start, state_dir=tmp_path)
 
 
-def test_a_state_of_other_sizes_is_refused(tmp_path: Path) -> None:
-    start, _ = kept(model_of(2), tmp_path)
-    with pytest.raises(
-        ModelError, match=r"0\.weight has the shape \[3, 3\] .*, but the shape \[2, 2\] in model\.start"
-    ):
-        load_start(model_of(3), start, state_dir=tmp_path)
-
-
 def test_a_damaged_state_is_refused(tmp_path: Path) -> None:
     model = model_of(2)
     start, folder = kept(model, tmp_path)

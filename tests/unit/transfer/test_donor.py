@@ -46,86 +46,60 @@ def test_a_donor_without_a_state_says_when_to_come_back() -> None:
     assert asyncio.run(listed(StateServer(SPEC).serve(WantSpec()))) == [SpecJson(SPEC.canonical_json())]
 
 
-def test_a_third_newcomer_is_refused_until_a_slot_is_free(tmp_path: Path) -> None:
-    async def main() -> None:
-        states = StateServer(SPEC)
-        states.saved = saved(tmp_path)
-        want = WantChunks(states.saved.manifest.digest(), (0, 1))
-        running = [states.serve(want) for _ in range(NUM_SLOTS)]
-        for upload in running:
-            assert isinstance(await anext(upload), StateChunk)
-        with pytest.raises(Refused, match="already serving 2 newcomers") as refusal:
-            await anext(states.serve(want))
-        assert refusal.value.code == RefuseCode.BUSY.name
-        assert refusal.value.retry_after_s > 0
-        assert len(await listed(running[0])) == 1, "the second of its two chunks"
-        assert [type(item) for item in await listed(states.serve(want))] == [StateChunk, StateChunk]
-        async with aclosing(running[1]):
-            pass  # a newcomer that leaves half-way
-        assert [type(item) for item in await listed(states.serve(want))] == [StateChunk, StateChunk]
-
-    asyncio.run(main())
+async def test_a_third_newcomer_is_refused_until_a_slot_is_free(tmp_path: Path) -> None:
+    states = StateServer(SPEC)
+    states.saved = saved(tmp_path)
+    want = WantChunks(states.saved.manifest.digest(), (0, 1))
+    running = [states.serve(want) for _ in range(NUM_SLOTS)]
+    for upload in running:
+        assert isinstance(await anext(upload), StateChunk)
+    with pytest.raises(Refused, match="already serving 2 newcomers") as refusal:
+        await anext(states.serve(want))
+    assert refusal.value.code == RefuseCode.BUSY.name
+    assert refusal.value.retry_after_s > 0
+    assert len(await listed(running[0])) == 1, "the second of its two chunks"
+    assert [type(item) for item in await listed(states.serve(want))] == [StateChunk, StateChunk]
+    async with aclosing(running[1]):
+        pass  # a newcomer that leaves half-way
+    assert [type(item) for item in await listed(states.serve(want))] == [StateChunk, StateChunk]
 
 
-def test_an_upload_that_takes_nothing_loses_its_slot_to_the_next_caller(tmp_path: Path) -> None:
+async def test_an_upload_that_takes_nothing_loses_its_slot_to_the_next_caller(tmp_path: Path) -> None:
     now_s = 0.0
-
-    async def main() -> None:
-        nonlocal now_s
-        states = StateServer(SPEC, clock=lambda: now_s)
-        states.saved = saved(tmp_path)
-        want = WantChunks(states.saved.manifest.digest(), (0, 1, 2))
-        stalled, other = states.serve(want), states.serve(want)
+    states = StateServer(SPEC, clock=lambda: now_s)
+    states.saved = saved(tmp_path)
+    want = WantChunks(states.saved.manifest.digest(), (0, 1, 2))
+    stalled, other = states.serve(want), states.serve(want)
+    await anext(stalled)
+    await anext(other)
+    now_s = STALLED_S - 1
+    await anext(other)
+    with pytest.raises(Refused, match="already serving"):
+        await anext(states.serve(want))
+    now_s = STALLED_S + 1
+    third = states.serve(want)
+    await anext(third)
+    with pytest.raises(Refused, match="your slot went to another newcomer"):
         await anext(stalled)
-        await anext(other)
-        now_s = STALLED_S - 1
-        await anext(other)
-        with pytest.raises(Refused, match="already serving"):
-            await anext(states.serve(want))
-        now_s = STALLED_S + 1
-        third = states.serve(want)
-        await anext(third)
-        with pytest.raises(Refused, match="your slot went to another newcomer"):
-            await anext(stalled)
-        with pytest.raises(Refused, match="already serving"):
-            await anext(states.serve(want))
-        assert len(await listed(other)) == 1
-        assert len(await listed(third)) == 2
-
-    asyncio.run(main())
+    with pytest.raises(Refused, match="already serving"):
+        await anext(states.serve(want))
+    assert len(await listed(other)) == 1
+    assert len(await listed(third)) == 2
 
 
-def test_an_upload_that_takes_nothing_goes_on_while_nobody_else_asks(tmp_path: Path) -> None:
-    now_s = 0.0
-
-    async def main() -> None:
-        nonlocal now_s
-        states = StateServer(SPEC, clock=lambda: now_s)
-        states.saved = saved(tmp_path)
-        upload = states.serve(WantChunks(states.saved.manifest.digest(), (0, 1, 2)))
-        await anext(upload)
-        now_s = 10 * STALLED_S
-        assert len(await listed(upload)) == 2
-
-    asyncio.run(main())
-
-
-def test_a_newer_state_in_the_middle_is_not_mixed_with_the_old_one(tmp_path: Path) -> None:
-    async def main() -> None:
-        states = StateServer(SPEC)
-        states.saved = old = saved(tmp_path)
-        (tmp_path / "newer").mkdir()
-        old_data = old.path.read_bytes()
-        upload = states.serve(WantChunks(old.manifest.digest(), (0, 1, 2, 3)))
-        first = await anext(upload)
-        states.saved = saved(tmp_path / "newer")
-        old.path.unlink()  # as a newer checkpoint does
-        chunks = [first, *await listed(upload)]
-        assert b"".join(chunk.payload for chunk in chunks if isinstance(chunk, StateChunk)) == old_data
-        with pytest.raises(Refused, match="newer state"):
-            await listed(states.serve(WantChunks(old.manifest.digest(), (0,))))
-
-    asyncio.run(main())
+async def test_a_newer_state_in_the_middle_is_not_mixed_with_the_old_one(tmp_path: Path) -> None:
+    states = StateServer(SPEC)
+    states.saved = old = saved(tmp_path)
+    (tmp_path / "newer").mkdir()
+    old_data = old.path.read_bytes()
+    upload = states.serve(WantChunks(old.manifest.digest(), (0, 1, 2, 3)))
+    first = await anext(upload)
+    states.saved = saved(tmp_path / "newer")
+    old.path.unlink()  # as a newer checkpoint does
+    chunks = [first, *await listed(upload)]
+    assert b"".join(chunk.payload for chunk in chunks if isinstance(chunk, StateChunk)) == old_data
+    with pytest.raises(Refused, match="newer state"):
+        await listed(states.serve(WantChunks(old.manifest.digest(), (0,))))
 
 
 def test_a_chunk_that_does_not_exist_is_refused(tmp_path: Path) -> None:

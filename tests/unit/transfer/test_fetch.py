@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -12,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from admitting import AnyState
-from blake3 import blake3
+from admitting import admission_of
 from harness.specs import published
 
 from noloco_p2p.errors import Refused, Unreachable
@@ -33,7 +31,7 @@ from noloco_p2p.gossip.frames import (
 from noloco_p2p.gossip.seams import Candidate, FrameStream
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.memory import MemoryNetwork, MemoryTransport
-from noloco_p2p.transfer import fetch, kept_chunks
+from noloco_p2p.transfer import fetch
 from noloco_p2p.transfer.donor import StateServer, describe_state
 from noloco_p2p.transfer.fetch import fetch_spec, fetch_state
 
@@ -131,13 +129,16 @@ class Fetching:
         return [Candidate(peer, address=peer) for peer in self.network.listed]
 
     async def fetch(self, **changes: object) -> tuple[StateManifest | None, bytes]:
-        shape = {"layout": "layout", "num_elements": 10, "num_bytes": NUM_BYTES}
-        settings: dict[str, Any] = {**shape, "target": self.folder / "fetched"}
-        settings |= {"admission": AnyState(), **changes}
+        settings: dict[str, Any] = {"target": self.folder / "fetched", **changes}
+        admission = admission_of(SPEC, self.transport, num_bytes=NUM_BYTES)
+        for name in settings.keys() & vars(admission).keys():
+            setattr(admission, name, settings.pop(name))
         donors = settings.pop("donors", self.candidates())
-        manifest = await fetch_state(self.transport, donors, **settings)  # pyright: ignore[reportArgumentType]
-        target: Path = settings["target"]
-        return manifest, await asyncio.to_thread(target.read_bytes)
+        manifest = await fetch_state(self.transport, donors, admission, **settings)
+        return manifest, settings["target"].read_bytes()
+
+    def run(self, **changes: object) -> tuple[StateManifest | None, bytes]:
+        return asyncio.run(self.fetch(**changes))
 
 
 @pytest.fixture
@@ -147,17 +148,9 @@ def fetching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fetching:
     return Fetching(tmp_path)
 
 
-def test_a_state_comes_whole_from_one_donor(fetching: Fetching) -> None:
-    _, data = fetching.donor(1)
-    manifest, fetched = asyncio.run(fetching.fetch())
-    assert fetched == data
-    assert manifest is not None
-    assert manifest.progress == 0.1
-
-
 def test_verified_chunks_are_kept_when_a_donor_dies_and_the_rest_comes_from_another(fetching: Fetching) -> None:
     (_, first), (second_donor, second) = fetching.donor(1, dies_after_two_chunks), fetching.donor(2)
-    manifest, fetched = asyncio.run(fetching.fetch())
+    manifest, fetched = fetching.run()
     kept = 2 * STATE_CHUNK_BYTES
     assert fetched == first[:kept] + second[kept:]
     assert manifest is not None
@@ -165,30 +158,14 @@ def test_verified_chunks_are_kept_when_a_donor_dies_and_the_rest_comes_from_anot
     assert [want.indices for want in second_donor.asked if isinstance(want, WantChunks)] == [(2, 3)], "nothing twice"
 
 
-def test_progress_is_the_verified_bytes_and_ends_at_all_of_them(fetching: Fetching) -> None:
-    """The first donor dies half-way, and the last chunk is shorter than the others."""
-    fetching.donor(1, dies_after_two_chunks)
-    fetching.donor(2)
-    told: list[tuple[int, int]] = []
-    asyncio.run(fetching.fetch(on_progress=lambda done, total: told.append((done, total))))
-    assert NUM_BYTES % STATE_CHUNK_BYTES, "the last chunk is a short one"
-    steps = [index * STATE_CHUNK_BYTES for index in range(4)]
-    assert told == [(done, NUM_BYTES) for done in (*steps, NUM_BYTES)]
-
-
 @pytest.mark.parametrize("alter", [damages_the_second_chunk, sends_chunks_backwards, stops_early, sends_nothing])
 def test_what_a_bad_donor_sends_is_not_kept(fetching: Fetching, alter: Alter) -> None:
     (_, first), (_, second) = fetching.donor(1, alter), fetching.donor(2)
-    manifest, fetched = asyncio.run(fetching.fetch())
+    manifest, fetched = fetching.run()
     assert manifest is not None
     for start in range(0, NUM_BYTES, STATE_CHUNK_BYTES):
         chunk = fetched[start : start + STATE_CHUNK_BYTES]
         assert chunk in (first[start : start + STATE_CHUNK_BYTES], second[start : start + STATE_CHUNK_BYTES])
-
-
-def test_no_donor_with_a_whole_state_is_no_state(fetching: Fetching) -> None:
-    fetching.donor(1, dies_after_two_chunks)
-    assert asyncio.run(fetching.fetch())[0] is None
 
 
 @pytest.mark.parametrize(
@@ -198,7 +175,7 @@ def test_a_state_of_another_model_is_refused_before_a_chunk_is_asked_for(
     fetching: Fetching, changes: dict[str, object]
 ) -> None:
     donor, _ = fetching.donor(1)
-    manifest, _ = asyncio.run(fetching.fetch(**changes))
+    manifest, _ = fetching.run(**changes)
     assert manifest is None
     assert [type(want) for want in donor.asked] == [WantManifest]
 
@@ -219,7 +196,7 @@ def test_a_chunk_longer_than_its_place_is_refused_though_its_digest_fits(fetchin
             yield StateChunk(0, bytes(2 * NUM_BYTES - 6 * STATE_CHUNK_BYTES))
 
     donor._states.serve = serve  # type: ignore[method-assign,assignment]
-    manifest, fetched = asyncio.run(fetching.fetch())
+    manifest, fetched = fetching.run()
     assert manifest is None
     assert len(fetched) == NUM_BYTES
 
@@ -243,29 +220,6 @@ def test_without_a_donor_every_reason_is_told(fetching: Fetching) -> None:
     fetching.network.listed["dead-1"] = fetching.network.listed["dead-2"] = None
     with pytest.raises(Unreachable, match=r"dead-1.*dead-2"):
         asyncio.run(fetch_spec(fetching.transport, fetching.candidates(), expected_digest=SPEC.digest()))
-
-
-def test_eight_newcomers_at_once_are_all_served_by_one_donor(fetching: Fetching, tmp_path: Path) -> None:
-    """The donor serves two at a time, and the others ask again."""
-    served: list[int] = []
-
-    async def counted(items: AsyncGenerator[FetchItem]) -> AsyncGenerator[FetchItem]:
-        async with aclosing(items):
-            async for item in items:
-                if isinstance(item, StateChunk):
-                    served.append(item.index)
-                    await asyncio.sleep(0.001)
-                yield item
-
-    _, data = fetching.donor(1, counted)
-
-    async def main() -> None:
-        targets = [tmp_path / f"newcomer-{number}" for number in range(8)]
-        await asyncio.gather(*(fetching.fetch(target=target) for target in targets))
-        assert all(target.read_bytes() == data for target in targets)
-
-    asyncio.run(main())
-    assert sorted(served) == sorted(8 * [0, 1, 2, 3]), "nothing comes twice"
 
 
 class Clock:
@@ -302,14 +256,14 @@ def refused_first(number: int) -> Alter:
 
 def test_a_newcomer_goes_to_a_free_donor_before_it_waits(fetching: Fetching) -> None:
     (busy, _), (_, free) = fetching.donor(1, refused_first(3)), fetching.donor(2)
-    assert asyncio.run(fetching.fetch())[1] == free
+    assert fetching.run()[1] == free
     assert len(busy.asked) == 2
 
 
 def test_busy_donors_are_asked_again(fetching: Fetching, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "noloco_p2p")
     (_, first), (_, second) = fetching.donor(1, refused_first(3)), fetching.donor(2, refused_first(3))
-    assert asyncio.run(fetching.fetch())[1] in (first, second)
+    assert fetching.run()[1] in (first, second)
     assert caplog.text.count("waiting until one has a free slot") == 1
 
 
@@ -317,13 +271,13 @@ def test_who_comes_to_the_swarm_meanwhile_is_asked_too(fetching: Fetching) -> No
     busy, _ = fetching.donor(1, refused_first(1000))
     donors = fetching.candidates()
     _, free = fetching.donor(2)
-    assert asyncio.run(fetching.fetch(donors=donors, live=fetching.candidates))[1] == free
+    assert fetching.run(donors=donors, live=fetching.candidates)[1] == free
     assert len(busy.asked) == 2
 
 
 def test_donors_that_stay_busy_are_given_up_where_the_caller_has_no_deadline(fetching: Fetching) -> None:
     fetching.donor(1, refused_first(1000))
-    assert asyncio.run(fetching.fetch(patience_s=0.05))[0] is None
+    assert fetching.run(patience_s=0.05)[0] is None
 
 
 @pytest.mark.parametrize(("first_rate", "is_left"), [(0.2e6, True), (0.3e6, False)])
@@ -331,25 +285,16 @@ def test_a_slow_donor_is_left_for_one_that_may_be_faster(fetching: Fetching, fir
     """A donor that was not asked counts as one of 1 MB/s."""
     clock = Clock()
     (slow, first), (_, second) = fetching.donor(1, clock.sends(first_rate)), fetching.donor(2)
-    fetched = asyncio.run(fetching.fetch(clock=clock))[1]
+    fetched = fetching.run(clock=clock)[1]
     kept = 3 * STATE_CHUNK_BYTES if is_left else NUM_BYTES
     assert fetched == first[:kept] + second[kept:], "what it gave in one window is kept"
     assert len(slow.asked) == 2
 
 
-def test_of_slow_donors_the_fastest_is_used(fetching: Fetching) -> None:
-    clock = Clock()
-    slowest, _ = fetching.donor(1, clock.sends(0.01e6))
-    less_slow, _ = fetching.donor(2, clock.sends(0.05e6))
-    asyncio.run(fetching.fetch(clock=clock))
-    assert [len(donor.asked) for donor in (slowest, less_slow)] == [2, 2]
-    assert len(fetching.donors) == 2
-
-
 def test_a_slow_donor_is_used_while_there_is_no_other(fetching: Fetching) -> None:
     clock = Clock()
     (slow, data), _ = fetching.donor(1, clock.sends(0.01e6)), fetching.donor(2, refused_first(1000))
-    assert asyncio.run(fetching.fetch(clock=clock))[1] == data
+    assert fetching.run(clock=clock)[1] == data
     assert len(slow.asked) > 2, "it was left, and asked again while the other was busy"
 
 
@@ -358,17 +303,17 @@ def test_more_chunks_than_one_call_may_ask_for_take_several(
 ) -> None:
     monkeypatch.setattr(fetch, "CHUNKS_PER_CALL", 3)
     donor, data = fetching.donor(1)
-    assert asyncio.run(fetching.fetch())[1] == data
+    assert fetching.run()[1] == data
     assert [want.indices for want in donor.asked if isinstance(want, WantChunks)] == [(0, 1, 2), (3,)]
 
 
 def test_a_newcomer_that_starts_again_asks_only_for_what_it_lacks(fetching: Fetching) -> None:
     _, first = fetching.donor(1, dies_after_two_chunks)
-    assert asyncio.run(fetching.fetch())[0] is None
+    assert fetching.run()[0] is None
     fetching.network.remove("donor-1")
     second_donor, second = fetching.donor(2)
     told: list[int] = []
-    manifest, fetched = asyncio.run(fetching.fetch(on_progress=lambda done, _: told.append(done)))
+    manifest, fetched = fetching.run(on_progress=lambda done, _: told.append(done))
     assert manifest is not None
     kept = 2 * STATE_CHUNK_BYTES
     assert fetched == first[:kept] + second[kept:]
@@ -377,26 +322,10 @@ def test_a_newcomer_that_starts_again_asks_only_for_what_it_lacks(fetching: Fetc
     assert not list(fetching.folder.glob("*.digests"))
 
 
-def test_hashes_do_not_hold_the_loop(fetching: Fetching, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads: list[str] = []
-
-    def noted(data: bytes) -> Any:
-        threads.append(threading.current_thread().name)
-        return blake3(data)
-
-    fetching.donor(1, dies_after_two_chunks)
-    asyncio.run(fetching.fetch())
-    fetching.donor(2)
-    monkeypatch.setattr(kept_chunks, "blake3", noted)
-    assert asyncio.run(fetching.fetch())[0] is not None
-    assert len(threads) == 2, "two chunks that were kept"
-    assert threading.current_thread().name not in threads
-
-
 @pytest.mark.parametrize("spoil", ["torn", "old", "other size"])
 def test_what_was_kept_is_not_trusted_when_it_is_torn_or_old(fetching: Fetching, spoil: str) -> None:
     fetching.donor(1, dies_after_two_chunks)
-    asyncio.run(fetching.fetch())
+    fetching.run()
     fetching.network.remove("donor-1")
     target, digests = fetching.folder / "fetched", fetching.folder / "fetched.digests"
     if spoil == "torn":
@@ -407,7 +336,7 @@ def test_what_was_kept_is_not_trusted_when_it_is_torn_or_old(fetching: Fetching,
     else:
         os.truncate(target, NUM_BYTES - 1)
     second_donor, second = fetching.donor(2)
-    _, fetched = asyncio.run(fetching.fetch())
+    _, fetched = fetching.run()
     asked = [want.indices for want in second_donor.asked if isinstance(want, WantChunks)]
     assert asked == [(0, 2, 3) if spoil == "torn" else (0, 1, 2, 3)]
     assert fetched[:STATE_CHUNK_BYTES] == second[:STATE_CHUNK_BYTES]
@@ -417,7 +346,7 @@ def test_a_donor_that_saved_before_it_caught_up_is_passed_over(fetching: Fetchin
     """The donor's progress is up to date, but its saved state is from before it caught up."""
     fetching.donor(1, progress=0.2)
     _, data = fetching.donor(2, progress=0.6)
-    manifest, fetched = asyncio.run(fetching.fetch(newer_than=0.2))
+    manifest, fetched = fetching.run(newer_than=0.2)
     assert manifest is not None
     assert (manifest.progress, fetched) == (0.6, data)
-    assert asyncio.run(fetching.fetch(newer_than=0.6))[0] is None
+    assert fetching.run(newer_than=0.6)[0] is None

@@ -12,11 +12,13 @@ import queue
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, TypeVar
+
+from torch import Tensor
 
 from noloco_p2p.errors import NotFinite, PeerError
 from noloco_p2p.flow.frames import Backward, Forward, Frame, Mark, Want
@@ -24,56 +26,18 @@ from noloco_p2p.flow.head import Head
 from noloco_p2p.flow.node import Task
 from noloco_p2p.flow.replica import Replica
 from noloco_p2p.flow.rooms import Kind
-from noloco_p2p.gossip.frames import Hello
-from noloco_p2p.gossip.seams import Candidate
-from noloco_p2p.identity import Identity, short_id
+from noloco_p2p.identity import short_id
+from noloco_p2p.net.connection import Connector
 from noloco_p2p.net.flow import FlowLinks
 from noloco_p2p.net.tickets import Tickets
-from noloco_p2p.spec import TrainerSpec
-from noloco_p2p.swarm.directory import SwarmDirectory
+from noloco_p2p.peer.network import Network
 from noloco_p2p.swarm.records import SERVING
+from noloco_p2p.trainer.stage_work import StageLoop
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-LOOK_S = 5.0  # longest wait for the record of a head
 CODING_THREADS = 2  # one decodes the next input while the other encodes the previous result
-
-
-class Work(Protocol):
-    """The computations of a stage, as in `trainer.stage_work.StageLoop`.
-
-    `compute` and `close_step` run on the computing thread, and the others on any thread. `flow.node.Computer` explains
-    them.
-    """
-
-    @property
-    def forward_bytes(self) -> int: ...
-
-    @property
-    def backward_bytes(self) -> int: ...
-
-    def check(self, payload: memoryview, *, is_backward: bool) -> None: ...
-
-    def decoded(self, task: Task) -> Task: ...
-
-    def compute(self, task: Task) -> object: ...
-
-    def encoded(self, kind: Kind, values: Any) -> memoryview: ...
-
-    def close_step(self, num_tokens: int, progress: float | None) -> float: ...
-
-
-@dataclass(frozen=True, slots=True)
-class StagePlan:
-    """A peer's role in the pipeline. `num_rooms` comes from `flow.limits`. A head has `batches`."""
-
-    spec: TrainerSpec
-    stage: int
-    work: Work
-    num_rooms: int
-    progress: float
-    batches: Iterator[object] | None = None
 
 
 class TurnExecutor(Executor):
@@ -107,86 +71,72 @@ class TurnExecutor(Executor):
         return True
 
 
-class ListedHeads:
-    """The peers that the directory lists as heads now. It is a container of their peer ids.
-
-    A peer of a private run has no record here without an invitation, because the records are kept under a secret key.
-    """
-
-    def __init__(self, directory: SwarmDirectory) -> None:
-        self._directory = directory
-
-    def __contains__(self, peer_id: object) -> bool:
-        record = self._directory.record_of(peer_id) if isinstance(peer_id, str) else None
-        return record is not None and record.stage == 0
-
-    async def look_for(self, peer_id: str) -> None:
-        """Read the record of a peer that is not listed as a head, because this peer may not have seen it yet."""
-        if peer_id not in self:
-            await self._directory.look_for(peer_id, timeout_s=LOOK_S)
-
-
 class StageFlow:
-    """The pipeline of a peer that holds a stage.
+    """The pipeline of a peer that holds a stage, as its `network` sees it. It is the `Computer` of its node.
 
-    `hello` is that of this peer. If a head is not listed in `heads`, a replica looks for its record before it handles a
-    ticket of that head, because a record reaches it later than the first microbatch may. `live` returns the reachable
-    peers of all stages. `is_closed` returns whether no peer can dial this one, in which case it must dial all its
-    neighbours. `strike` is called with a peer that misbehaved and a description of what it did. `FlowLinks` explains
-    `connection`.
+    `num_rooms` comes from `flow.limits`, and `progress` is the position of this peer in the schedule. A head has
+    `batches`. If a head is not listed in the directory, a replica looks for its record before it handles a ticket of
+    that head, because a record reaches it later than the first microbatch may.
 
     The computing thread calls `turn` and `tell`, and reads the counts of `node`. The other methods belong to the
     network thread.
     """
 
     def __init__(
-        self,
-        plan: StagePlan,
-        identity: Identity,
-        hello: Callable[[], Hello],
-        *,
-        heads: ListedHeads,
-        live: Callable[[], Sequence[Candidate]],
-        is_closed: Callable[[], bool] = lambda: False,
-        strike: Callable[[str, str], None],
-        **connection: Any,
+        self, network: Network, work: StageLoop, *, num_rooms: int, progress: float, batches: Iterator[object] | None
     ) -> None:
-        spec, work = plan.spec, plan.work
+        spec, bans, peer_id = work.spec, network.bans, network.identity.peer_id
+        self.stage, self.num_stages = work.stage.index, spec.pipeline.stages
         max_tokens = spec.pipeline.microbatch * (spec.data.sequence_length - 1)
-        self.stage, self.num_stages = plan.stage, spec.pipeline.stages
+        guard = network.directory.node.guard
         self.links = FlowLinks(
-            hello,
-            Tickets(identity, spec_digest=hello().spec_digest, max_tokens=max_tokens),
-            stage=plan.stage,
-            num_stages=spec.pipeline.stages,
+            network.hello,
+            Tickets(network.identity, spec_digest=spec.digest(), max_tokens=max_tokens),
+            stage=self.stage,
+            num_stages=self.num_stages,
             forward_bytes=work.forward_bytes,
             backward_bytes=work.backward_bytes,
+            connector=Connector(network.session, network.limits, why_banned=bans.why, guard=guard),
+            find=network.live_peers.find,
             check=self._check,
-            strike=strike,
-            **connection,
+            strike=bans.strike,
+            why_banned=bans.why,
         )
-        shared: dict[str, Any] = {
-            "num_rooms": plan.num_rooms,
-            "rng": random.SystemRandom(),
-            "progress": plan.progress,
-        }
+        rng = random.SystemRandom()
         self.node: Head | Replica
-        if plan.stage == 0:
+        if self.stage == 0:
             number = int(1000 * time.time())
-            self.node = Head(spec, self.links, self, peer_id=identity.peer_id, first_number=number, **shared)
+            self.node = Head(
+                spec,
+                self.links,
+                self,
+                peer_id=peer_id,
+                num_rooms=num_rooms,
+                first_number=number,
+                rng=rng,
+                progress=progress,
+            )
         else:
-            self.node = Replica(spec, self.links, self, stage=plan.stage, heads=heads, **shared)
+            self.node = Replica(
+                spec,
+                self.links,
+                self,
+                stage=self.stage,
+                heads=network.live_peers.heads,
+                num_rooms=num_rooms,
+                rng=rng,
+                progress=progress,
+            )
         self.links.node = self.node
-        self._work, self._heads = work, heads
-        self._live, self._is_closed, self._strike = live, is_closed, strike
-        self._batches: Iterator[object] = plan.batches or iter(())
+        self._network, self._work = network, work
+        self._batches: Iterator[object] = batches or iter(())
         self._loop = asyncio.get_running_loop()
         self._coding = ThreadPoolExecutor(CODING_THREADS, thread_name_prefix="noloco-activations")
         self._computing = TurnExecutor()
 
     def start(self) -> None:
         self.node.start()
-        self.node.follow(self._taking_part, self._is_closed)
+        self.node.follow(self._taking_part, self._network.reachability.is_closed)
 
     async def stop(self) -> None:
         await self.links.stop()
@@ -210,7 +160,7 @@ class StageFlow:
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(function)
 
-    # the `Computer` of the node
+    # what the node asks for
 
     async def next_microbatch(self) -> object:
         try:
@@ -224,6 +174,7 @@ class StageFlow:
         return await self._loop.run_in_executor(self._computing, self._work.compute, inputs)
 
     async def encoded(self, kind: Kind, result: object) -> object:
+        assert isinstance(result, Tensor)
         return await self._elsewhere(partial(self._work.encoded, kind, result))
 
     async def close_step(self, num_tokens: int, progress: float | None) -> float:
@@ -241,14 +192,14 @@ class StageFlow:
         Raises CorruptPayload for damage that the network cannot cause.
         """
         if isinstance(frame, Want | Mark) and self.stage > 0:
-            await self._heads.look_for(frame.ticket.id.head)
+            await self._network.live_peers.heads.look_for(frame.ticket.id.head)
         if isinstance(frame, Forward | Backward) and frame.payload is not None:
             payload = frame.payload
             assert isinstance(payload, memoryview)
             try:
                 await self._elsewhere(partial(self._work.check, payload, is_backward=isinstance(frame, Backward)))
             except NotFinite as error:
-                self._strike(peer, str(error))
+                self._network.bans.strike(peer, str(error))
                 return replace(frame, payload=None)
         return frame
 
@@ -258,7 +209,7 @@ class StageFlow:
         A peer that cannot be dialled takes part while it has a stream to this peer.
         """
         streams, of_stage = self.links.stages, defaultdict[int, list[str]](list)
-        for peer in self._live():
+        for peer in self._network.live_peers.reached():
             if peer.state in SERVING and (peer.can_be_called or peer.peer_id in streams):
                 of_stage[peer.stage].append(peer.peer_id)
         return of_stage

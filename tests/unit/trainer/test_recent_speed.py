@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from noloco_p2p.trainer.gauges import RECENT_S, RecentSpeed
+from noloco_p2p.trainer.stage_trainer import RECENT_S, RecentSpeed
 
 
 def test_speed_is_that_of_the_last_half_minute_and_falls_to_zero_when_nothing_moves() -> None:
@@ -16,14 +16,3 @@ def test_speed_is_that_of_the_last_half_minute_and_falls_to_zero_when_nothing_mo
     assert stalled == sorted(stalled, reverse=True)
     assert stalled[-1] == 0
     assert speed.at(161.0 + RECENT_S, 120, 610)[1] == pytest.approx(10 / RECENT_S, rel=0.1)
-
-
-def test_the_first_moment_is_no_division_by_zero() -> None:
-    assert RecentSpeed(100.0, 3).at(100.0, 4) == (1.0,)
-
-
-def test_what_is_remembered_is_bounded_by_time() -> None:
-    speed = RecentSpeed(0.0, 0)
-    for number in range(10_000):
-        speed.at(float(number), number)
-    assert len(speed._samples) <= RECENT_S + 2
