@@ -54,10 +54,9 @@ async def measure_once(case: Case, seed: int) -> tuple[list[float], float, int]:
     )
     running = asyncio.create_task(swarm.run(round(until_s / max(case.steps_s)) + 2))
     await _sleep(from_s, swarm)
-    traffics = [trainer.counts.traffic for trainer in swarm.trainers]
-    before = [traffic.bytes_sent for traffic in traffics]
+    before = [trainer.counts.bytes_sent for trainer in swarm.trainers]
     await _sleep(until_s - from_s, swarm)
-    sent = [traffic.bytes_sent - start for traffic, start in zip(traffics, before, strict=True)]
+    sent = [trainer.counts.bytes_sent - start for trainer, start in zip(swarm.trainers, before, strict=True)]
     await running
     ages = [age for trainer in swarm.trainers for age in trainer.ages]
     shares = [8 * num / (rate * 1e6 * (until_s - from_s)) for num, rate in zip(sent, rates, strict=True)]

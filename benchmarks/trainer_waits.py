@@ -46,7 +46,6 @@ from noloco_p2p.outer.mixing import Swapped
 from noloco_p2p.outer.noloco import NoLoCo
 from noloco_p2p.spec import ModelSpec, RunSpec
 from noloco_p2p.testing.links import LinkProfile
-from noloco_p2p.testing.memory import Wrap
 from noloco_p2p.testing.peers import MemorySwarm
 from noloco_p2p.trainer.model import build_model
 
@@ -180,10 +179,10 @@ class Side(MemorySwarm):
     def _new_loop(self) -> asyncio.AbstractEventLoop:
         return uvloop.new_event_loop()
 
-    def _outside(self, peer_id: str, hello: Callable[[], Hello], wrap: Wrap) -> tuple[Transport, Directory]:
+    def _outside(self, peer_id: str, hello: Callable[[], Hello]) -> tuple[Transport, Directory]:
         return GrpcTransport(hello, session=self.session), self.directory
 
-    async def _connect(self, peer_id: str, service: PeerService, wrap: Wrap) -> None:
+    async def _connect(self, peer_id: str, service: PeerService) -> None:
         self.server = GrpcServer(service, session=self.session)
         await self.server.start("127.0.0.1", 0)
 
@@ -228,7 +227,7 @@ def side(pipe: Connection, plan: Plan, *, computes: bool) -> None:
         blocked_s=pauses.total_s,
         longest_pause_s=pauses.longest_s,
         memory_bytes=_memory_bytes("VmHWM") - before,
-        bytes_sent=counts.traffic.bytes_sent,
+        bytes_sent=counts.bytes_sent,
         swaps=counts.swaps,
         failed=counts.failures.total(),
         link_use=gossip.link.last_minute(peer.loop.time())[1] * 60 / min(60, seconds),

@@ -36,14 +36,15 @@ class LoopbackSwarm(MemorySwarm):
     def _new_loop(self) -> asyncio.AbstractEventLoop:
         return uvloop.new_event_loop()
 
-    def _outside(self, peer_id: str, hello: Callable[[], Hello], wrap: Wrap) -> tuple[Transport, Directory]:
+    def _outside(self, peer_id: str, hello: Callable[[], Hello]) -> tuple[Transport, Directory]:
         upload, download = self.rates.get(peer_id, (None, None))
         limits = self._limits[peer_id] = Limits.of(upload_bytes_per_s=upload, download_bytes_per_s=download)
         transport = GrpcTransport(hello, limits, connections=self._connections)
-        return _WrappedTransport(transport, wrap), _Listed(self.addresses, own_id=peer_id)
+        return _WrappedTransport(transport, self.wraps[peer_id]), _Listed(self.addresses, own_id=peer_id)
 
-    async def _connect(self, peer_id: str, service: PeerService, wrap: Wrap) -> None:
-        self.servers[peer_id] = server = GrpcServer(_WrappedService(service, wrap), self._limits[peer_id])
+    async def _connect(self, peer_id: str, service: PeerService) -> None:
+        wrapped = _WrappedService(service, self.wraps[peer_id])
+        self.servers[peer_id] = server = GrpcServer(wrapped, self._limits[peer_id])
         await server.start("127.0.0.1", 0)
         self.addresses[peer_id] = f"127.0.0.1:{server.port}"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -14,13 +14,14 @@ from torch import Tensor
 from noloco_p2p.gossip import service
 from noloco_p2p.gossip.exchange import Committed, Exchange
 from noloco_p2p.gossip.frames import Hello
-from noloco_p2p.gossip.gossip import Counts, Gossip
+from noloco_p2p.gossip.gossip import Gossip
 from noloco_p2p.gossip.seams import INTERNET, Deadlines, Outside
 from noloco_p2p.gossip.service import PeerService
+from noloco_p2p.gossip.swap import Counts
 from noloco_p2p.simulate.clock import InlineExecutor
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.links import Link, LinkProfile
-from noloco_p2p.testing.memory import MemoryDirectory, MemoryNetwork, MemoryTransport
+from noloco_p2p.testing.memory import MemoryDirectory, MemoryNetwork, MemoryTransport, unchanged
 
 SPEC = RunSpec(name="swarm")
 
@@ -44,7 +45,6 @@ class Trainer:
         noise: float = 1e-3,
         seed: int = 0,
         deadlines: Deadlines = INTERNET,
-        wrap: Callable[[Any], Any] = lambda stream: stream,
         gossip: type[Gossip] = Gossip,
     ) -> None:
         self.name = name
@@ -56,13 +56,12 @@ class Trainer:
         self.gained = torch.zeros(num_elements, dtype=torch.float64)
         self.step_s, self.noise = step_s, noise
         self._network = network
-        self._wrap = wrap
         hello = Hello(name, SPEC.name, SPEC.digest())
         self.service = PeerService(
             Outside(
                 spec=SPEC.with_changes({"codec.weights": codec}),
                 hello=lambda: hello,
-                transport=MemoryTransport(network, lambda: hello, wrap=wrap),
+                transport=MemoryTransport(network, lambda: hello),
                 directory=MemoryDirectory(network, own_id=name),
                 executor=InlineExecutor(),
                 rng=random.Random(f"{name}/{seed}"),
@@ -114,8 +113,9 @@ class Swarm:
         name = f"peer-{number:03}"
         self.network.links[name] = Link.of(link, seed=number)
         mine = {key: value[number] if isinstance(value, list) else value for key, value in options.items()}
+        wrap = mine.pop("wrap", unchanged)
         trainer = Trainer(name, self.network, seed=1000 * seed + number, **mine)
-        self.network.add(name, trainer.service, wrap=mine.get("wrap", lambda stream: stream))
+        self.network.add(name, trainer.service, wrap=wrap)
         return trainer
 
     async def run(self, num_steps: int, *, at_rest: int = 0) -> None:
@@ -158,6 +158,6 @@ class Swarm:
     def use(self, seconds: float, mbit_s: Sequence[float]) -> list[float]:
         """Return the share of each peer's upload that payloads used."""
         return [
-            trainer.counts.traffic.bytes_sent * 8 / (rate * 1e6 * seconds)
+            trainer.counts.bytes_sent * 8 / (rate * 1e6 * seconds)
             for trainer, rate in zip(self.trainers, mbit_s, strict=True)
         ]

@@ -9,6 +9,7 @@ from itertools import zip_longest
 from typing import Any
 
 from blake3 import blake3
+from pydantic import TypeAdapter, ValidationError
 
 MAX_LAYOUT_BYTES = 1 << 20  # about 10,000 tensors; a larger list from the network is refused
 MAX_NAME = 200  # longer tensor names are truncated in messages
@@ -43,12 +44,9 @@ class ModelLayout:
         if len(data) > MAX_LAYOUT_BYTES:
             raise ValueError(f"the list of tensors has {len(data)} bytes, but the limit is {MAX_LAYOUT_BYTES}")
         try:
-            values = json.loads(data)
-            trainable = tuple((_text(name), _shape(shape)) for name, shape in values["trainable"])
-            frozen = tuple((_text(name), _shape(shape), _text(digest)) for name, shape, digest in values["frozen"])
-        except (KeyError, TypeError, RecursionError) as error:
-            raise ValueError(f"the list of tensors is invalid: {error!r}") from None
-        return cls(trainable, frozen)
+            return _LAYOUT.validate_json(data, strict=True)
+        except ValidationError as error:
+            raise ValueError(f"the list of tensors is invalid: {error.errors()[0]['msg']}") from None
 
     def first_difference(self, other: ModelLayout) -> str:
         """Describe the first tensor that differs in `other`, trainable tensors first, or return "" if none differs."""
@@ -62,6 +60,9 @@ class ModelLayout:
         return ""
 
 
+_LAYOUT = TypeAdapter(ModelLayout)
+
+
 def _difference(what: str, ours: tuple[Any, ...] | None, theirs: tuple[Any, ...] | None) -> str:
     if ours and theirs and ours[:2] == theirs[:2]:
         return f"the {what} tensor {_shown(ours)} has different values, perhaps because of another revision or seed"
@@ -73,15 +74,3 @@ def _shown(tensor: tuple[Any, ...] | None) -> str:
         return "none"
     name = "".join(char for char in tensor[0][:MAX_NAME] if char.isprintable())
     return f"{name} {list(tensor[1])}"
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r} is not a string")
-    return value
-
-
-def _shape(value: object) -> tuple[int, ...]:
-    if not isinstance(value, list) or not all(isinstance(size, int) for size in value):
-        raise TypeError("a shape is not a list of integers")
-    return tuple(value)

@@ -21,7 +21,6 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +50,15 @@ class Checkpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._files = self._read_manifest()
-        self.meta: dict[str, Any] = self._read_json(META)
-        self.step = int(self._read_json(MANIFEST)["step"])
+        manifest = self._read_json(MANIFEST)
+        step, files = manifest.get("step"), manifest.get("files")
+        if manifest.get("version") != VERSION or not isinstance(step, int) or not isinstance(files, dict):
+            raise CheckpointError(
+                f"{path / MANIFEST} is not a manifest of checkpoint version {VERSION}, the only supported version"
+            )
+        self.step = step
+        self.meta = self._read_json(META)
+        self._files: dict[str, dict[str, Any]] = files
 
     def has(self, stem: str) -> bool:
         """Return whether the checkpoint has a file STEM.safetensors."""
@@ -93,19 +98,6 @@ class Checkpoint:
                 raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
             if found != expected:
                 raise CheckpointError(f"{path} is damaged: found {found}, but the manifest says {expected}")
-
-    def _read_manifest(self) -> dict[str, dict[str, Any]]:
-        manifest = self._read_json(MANIFEST)
-        files = manifest.get("files")
-        if (
-            manifest.get("version") != VERSION
-            or not isinstance(manifest.get("step"), int)
-            or not isinstance(files, dict)
-        ):
-            raise CheckpointError(
-                f"{self.path / MANIFEST} is not a manifest of checkpoint version {VERSION}, the only supported version"
-            )
-        return files
 
     def _read_json(self, name: str) -> dict[str, Any]:
         path = self.path / name
@@ -228,21 +220,8 @@ class Checkpoints:
             yield
 
 
-@dataclass(frozen=True, slots=True)
-class Content:
-    """The content of a checkpoint. Training changes the tensors in `live`, but not those in `fresh`."""
-
-    fresh: Files
-    live: Files
-    meta: Mapping[str, Any]
-
-
 class Saver:
-    """A background writer of checkpoints, which writes at most one at a time.
-
-    What it writes is copied first, so training continues meanwhile. A request is refused while another checkpoint is
-    being written.
-    """
+    """Writes checkpoints in the background, one at a time. What it writes is copied first, so training continues."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -251,46 +230,25 @@ class Saver:
     def is_busy(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def begin(
-        self,
-        checkpoints: Checkpoints,
-        step: int,
-        *,
-        content: Callable[[], Content],
-        done: Callable[[Path], None],
-    ) -> bool:
-        """Copy `content()`, and write it in the background.
+    def begin(self, write: Callable[[Files], object], live: Files) -> None:
+        """Call `write` with a copy of the tensors `live` on another thread, unless the saver is busy.
 
-        Returns False if the last checkpoint is unfinished. `done` is called with the folder, on the thread that wrote
-        the checkpoint. A failure is logged, and the last good checkpoint is kept. If the program exits during a write,
-        the process ends only after the write. If there is too little memory for a copy, this call blocks until the
-        checkpoint is written.
+        If the program exits during a write, the process ends only after the write. If there is too little memory for a
+        copy, this call blocks until the checkpoint is written.
         """
-        if self.is_busy:
-            log.warning("skipped the checkpoint of step %d because the previous one is still being written", step)
-            return False
-        found = content()
-        num_bytes = sum(tensor.nbytes for tensors in found.live.values() for tensor in tensors.values())
-        has_room, live = num_bytes < USED_SHARE * free_memory(), found.live
+        num_bytes = sum(tensor.nbytes for tensors in live.values() for tensor in tensors.values())
+        has_room = num_bytes < USED_SHARE * free_memory()
         if has_room:
             live = {
                 stem: {name: value.to("cpu", copy=True) for name, value in tensors.items()}
                 for stem, tensors in live.items()
             }
         else:
-            log.info("training is waiting for the checkpoint of step %d: not enough memory for a copy", step)
-
-        def write() -> None:
-            try:
-                done(checkpoints.save(step, files={**found.fresh, **live}, meta=found.meta))
-            except CheckpointError as error:
-                log.error("%s", error)
-
-        self._thread = threading.Thread(target=write, name="noloco-checkpoint")
+            log.info("training is waiting for a checkpoint: not enough memory for a copy")
+        self._thread = threading.Thread(target=write, args=(live,), name="noloco-checkpoint")
         self._thread.start()
         if not has_room:
             self.wait()
-        return True
 
     def wait(self) -> None:
         """Wait until no checkpoint is being written."""

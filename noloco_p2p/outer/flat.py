@@ -68,7 +68,7 @@ class FlatParameters:
 
     def read(self, start: int, stop: int) -> Tensor:
         """Return a new fp32 tensor with elements [start, stop), on the device of the parameters."""
-        return torch.cat([values.float() for values, _ in self._pieces(start, stop)])
+        return torch.cat([values.float() for values, _ in self.pieces(start, stop)])
 
     def write(self, start: int, values: Tensor) -> None:
         """Copy `values` (1-D, any device) over elements [start, start + len).
@@ -76,12 +76,8 @@ class FlatParameters:
         If `values` is in pinned memory, this call may return before the copy is complete. In that case, `values` must
         not change until `flush` has returned.
         """
-        for part, place in self._pieces(start, start + values.numel(), is_written=True):
+        for part, place in self.pieces(start, start + values.numel(), is_written=True):
             part.copy_(values[place], non_blocking=self._is_async)
-
-    def pieces(self, start: int, stop: int) -> Iterator[tuple[Tensor, slice]]:
-        """Yield the parts of the parameters that form elements [start, stop), for writing, with their places."""
-        return self._pieces(start, stop, is_written=True)
 
     def flush(self) -> None:
         """Wait until all writes have reached the model."""
@@ -107,7 +103,8 @@ class FlatParameters:
                 self.write(offset + start, flat[start:stop])
         self.flush()
 
-    def _pieces(self, start: int, stop: int, *, is_written: bool = False) -> Iterator[tuple[Tensor, slice]]:
+    def pieces(self, start: int, stop: int, *, is_written: bool = False) -> Iterator[tuple[Tensor, slice]]:
+        """Yield the parts of the parameters that form elements [start, stop), with their places in it."""
         for index in range(bisect_right(self._offsets, start) - 1, len(self.named)):
             offset = self._offsets[index]
             if offset >= stop:

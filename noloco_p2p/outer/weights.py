@@ -129,7 +129,7 @@ class Weights:
                 vector[begin:end] += part
                 continue
             with self.lock:
-                for piece, place in self.parameters.pieces(begin, end):
+                for piece, place in self.parameters.pieces(begin, end, is_written=True):
                     add_(piece, part[place].to(piece.device, non_blocking=True))
 
     def _sections(self, start: int, stop: int, *, is_written: bool = False) -> Iterator[tuple[Tensor | None, int, int]]:

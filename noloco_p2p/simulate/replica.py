@@ -24,7 +24,7 @@ from noloco_p2p.simulate.plan import Plan, peer_name
 from noloco_p2p.simulate.result import Point, Swaps
 from noloco_p2p.spec import TrainerSpec, TrainSpec
 from noloco_p2p.telemetry.metrics import Metrics
-from noloco_p2p.testing.memory import MemoryDirectory, MemoryNetwork, MemoryTransport, Wrap, unchanged
+from noloco_p2p.testing.memory import MemoryDirectory, MemoryNetwork, MemoryTransport
 from noloco_p2p.trainer.inner_step import InnerStep
 from noloco_p2p.transfer.donor import state_file_bytes
 
@@ -50,7 +50,6 @@ class SimulatedPeer:
         seed: int,
         is_absent: Callable[[int], bool],
         follows_caller: bool = False,
-        wrap: Wrap = unchanged,
     ) -> None:
         self.peer_id = peer_id
         self.model = model
@@ -63,7 +62,6 @@ class SimulatedPeer:
         self._link: gossip.Link
         self._spec = spec
         self._network = network
-        self._wrap = wrap
         self._is_absent = is_absent
         self._follows_caller = follows_caller
         self._hello = Hello(peer_id, spec.name, spec.digest(), layout=self.weights.parameters.layout())
@@ -71,7 +69,7 @@ class SimulatedPeer:
             Outside(
                 spec=spec,
                 hello=lambda: self._hello,
-                transport=MemoryTransport(network, lambda: self._hello, wrap=wrap),
+                transport=MemoryTransport(network, lambda: self._hello),
                 directory=MemoryDirectory(network, own_id=peer_id),
                 executor=InlineExecutor(),
                 rng=random.Random(f"pairing/{seed}/{peer_id}"),
@@ -100,7 +98,7 @@ class SimulatedPeer:
     @property
     def sent_bytes(self) -> int:
         """The payload bytes of all swaps."""
-        return self._service.counts.traffic.bytes_sent
+        return self._service.counts.bytes_sent
 
     def swap_figures(self) -> Swaps:
         present_s = (self._left_s or now_s()) - self._entered_s
@@ -131,7 +129,7 @@ class SimulatedPeer:
             self.weights.take(donor.weights.tensors())
             self.mixing.restart(progress=donor.progress)
         self._look_whether_absent()
-        self._network.add(self.peer_id, self._service, wrap=self._wrap)
+        self._network.add(self.peer_id, self._service)
 
     def step_taken(self) -> None:
         """Count an inner step, and apply the swaps that have arrived. The caller takes the outer step if it is due."""
@@ -182,9 +180,7 @@ class SimulatedPeer:
 class SimulatedReplica(SimulatedPeer):
     """A replica of the whole model. `run` trains until the schedule is done or `leave` is called."""
 
-    def __init__(
-        self, number: int, plan: Plan, material: Material, network: MemoryNetwork, *, wrap: Wrap = unchanged
-    ) -> None:
+    def __init__(self, number: int, plan: Plan, material: Material, network: MemoryNetwork) -> None:
         peer_id = peer_name(number)
         super().__init__(
             material.spec,
@@ -194,7 +190,6 @@ class SimulatedReplica(SimulatedPeer):
             network=network,
             seed=plan.seed,
             is_absent=lambda step: plan.churn.is_absent(peer_id, step, seed=plan.seed),
-            wrap=wrap,
         )
         self.number = number
         self.curve: list[Point] = []

@@ -3,7 +3,7 @@
 For example:
 
 faults = Faults(Chunk, flip_bit(3), nth=2)       # the second chunk that the peer sends
-peer = swarm.peer("a", wrap=faults, wrap_accepted=faults)
+peer = swarm.peer("a", wrap=faults)
 ...
 assert faults.fired == 1                         # the fault has happened
 """

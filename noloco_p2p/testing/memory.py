@@ -44,7 +44,7 @@ class MemoryNetwork:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def add(self, peer_id: str, service: Service, *, wrap: Wrap = unchanged) -> None:
-        """Make a peer reachable. `wrap` is applied to the streams that others open to it."""
+        """Make a peer reachable. `wrap` is applied to its ends of the streams that it or others open."""
         self.services[peer_id] = service
         self.listed[peer_id] = None
         self._wraps[peer_id] = wrap
@@ -71,7 +71,7 @@ class MemoryNetwork:
     async def round_trip(self, caller: str, called: str) -> None:
         await asyncio.sleep(2 * (self.link(caller).delay_s + self.link(called).delay_s))
 
-    async def connect(self, caller: str, called: str) -> MemoryStream:
+    async def connect(self, caller: str, called: str) -> FrameStream:
         """Open a stream, and let the called peer answer the offer that arrives over it."""
         self.service(called)
         here, there = MemoryStream.pair(called, caller, self.link(called), self.link(caller))
@@ -82,7 +82,7 @@ class MemoryNetwork:
             self._streams[name] = [*still_open, here, there]
         await self.round_trip(caller, called)  # a handshake
         self.own(asyncio.create_task(self.service(called).on_swap(self._wraps[called](there))))
-        return here
+        return self._wraps.get(caller, unchanged)(here)
 
     def own(self, task: asyncio.Task[None]) -> None:
         self._tasks.add(task)
@@ -116,15 +116,14 @@ class MemoryDirectory:
 
 
 class MemoryTransport:
-    """A transport that calls peers of a MemoryNetwork. `wrap` is applied to the streams that it opens."""
+    """A transport that calls peers of a MemoryNetwork."""
 
-    def __init__(self, network: MemoryNetwork, hello: Callable[[], Hello], *, wrap: Wrap = unchanged) -> None:
+    def __init__(self, network: MemoryNetwork, hello: Callable[[], Hello]) -> None:
         self._network = network
         self._hello = hello
-        self._wrap = wrap
 
     async def open_swap(self, candidate: Candidate, *, timeout_s: float) -> FrameStream:
-        return self._wrap(await self._network.connect(self._hello().peer_id, candidate.peer_id))
+        return await self._network.connect(self._hello().peer_id, candidate.peer_id)
 
     async def status(self, candidate: Candidate, *, swap_id: bytes = b"", timeout_s: float) -> PeerStatus:
         service = self._network.service(candidate.peer_id)

@@ -94,11 +94,12 @@ def attack(swarm: LoopbackSwarm, flag: Flag) -> Faults | None:
     """Add the hostile peer, which starts where the victim started."""
     faults = Faults(flag.kind, flag.fault, again=True) if flag.fault else None
     wrap: Wrap = faults or unchanged
-    swapping = Swapping(swarm.peer(ADVERSARY, wrap=wrap, wrap_accepted=wrap), flag.lie(flat(make_model())))
+    swapping = Swapping(swarm.peer(ADVERSARY, wrap=wrap), flag.lie(flat(make_model())))
     if flag.code:
         gossip = swapping.peer.service.gossip
         assert gossip
-        gossip._coder.plain = Coded(gossip._coder.plain, flag.code)  # pyright: ignore[reportAttributeAccessIssue]
+        coder = gossip._shared.coder
+        coder.plain = Coded(coder.plain, flag.code)  # pyright: ignore[reportAttributeAccessIssue]
     return faults
 
 

@@ -95,7 +95,7 @@ def test_bits_by_need_travel_over_grpc() -> None:
             ours, theirs = (swap.halves.values for swap in swap_all(peers))
             assert torch.equal(ours, -theirs)
             assert (ours - (peers[1].vector - peers[0].vector) / 2).abs().max() <= 1.01
-            repeated.append([peer.counts.traffic.repeated_chunks for peer in peers])
+            repeated.append([peer.counts.repeated_chunks for peer in peers])
         assert repeated == [[0, 0], [1, 1], [2, 2]]
 
 
@@ -104,7 +104,7 @@ def test_bits_by_need_travel_over_grpc() -> None:
 def test_a_connection_that_breaks_leaves_both_sides_alike(swarm: LoopbackSwarm, kind: type[Frame], nth: int) -> None:
     faults, sums = Faults(kind, "cut", nth=nth), vectors()
     total = sums[0] + sums[1]
-    one = Swapping(swarm.peer("a", wrap=faults, wrap_accepted=faults), sums[0])
+    one = Swapping(swarm.peer("a", wrap=faults), sums[0])
     other = Swapping(swarm.peer("b"), sums[1])
     apply_until(lambda: faults.fired, [one, other])
     for peer in (one, other):
@@ -124,7 +124,7 @@ def test_a_partner_whose_server_is_gone_in_the_middle_costs_no_more_than_the_swa
 
     stopping: list[asyncio.Future[None]] = []
     faults, began_s = Faults(kind, "cut", on_fault=vanish), time.monotonic()
-    Swapping(swarm.peer("a", wrap=faults, wrap_accepted=faults), random_vector(1, NUM_ELEMENTS))
+    Swapping(swarm.peer("a", wrap=faults), random_vector(1, NUM_ELEMENTS))
     survivor = Swapping(swarm.peer("b"), random_vector(2, NUM_ELEMENTS))
     wait_until(lambda: survivor.counts.failures)
     survivor.settle()

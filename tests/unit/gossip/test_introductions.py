@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 
 import pytest
+from harness.swap_swarm import Swarm, profile
 
-from noloco_p2p.gossip import gossip
-from noloco_p2p.gossip.gossip import LOOKS_AT_ONCE, LOOKS_PER_S, Introductions
+from noloco_p2p.gossip.gossip import LOOK_S, LOOKS_AT_ONCE, LOOKS_PER_S, Gossip
 from noloco_p2p.gossip.seams import Candidate
+from noloco_p2p.simulate.clock import run_virtual
 
 
 class FakeDirectory:
@@ -33,38 +35,42 @@ class FakeDirectory:
         return Candidate(peer_id, "") if peer_id in self.stored else None
 
 
-def test_a_known_peer_is_not_looked_up_and_a_newcomer_is() -> None:
-    async def run() -> None:
-        directory = FakeDirectory(known=["old"], stored=["new"])
-        introduced = Introductions(directory, clock=lambda: 0.0)
-        assert await introduced.is_listed("old")
+def in_gossip(directory: FakeDirectory, test: Callable[[Gossip], Awaitable[None]]) -> None:
+    """Run a test with the gossip of a peer that has this directory."""
+
+    async def main() -> None:
+        [trainer] = Swarm([profile(1.0)], num_elements=100).trainers
+        trainer.service._outside = replace(trainer.service._outside, directory=directory)
+        await trainer.begin()
+        assert trainer.service.gossip
+        await test(trainer.service.gossip)
+        await trainer.service.stop()
+
+    run_virtual(main())
+
+
+def test_newcomers_are_looked_up_a_few_times_per_minute() -> None:
+    directory = FakeDirectory(known=["old"], stored=["new"])
+
+    async def test(gossip: Gossip) -> None:
+        assert await gossip._is_listed("old")
         assert directory.looks == 0
-        assert await introduced.is_listed("new")
-        assert not await introduced.is_listed("stranger")
-        assert directory.looks == 2
-
-    asyncio.run(run())
-
-
-def test_strangers_cannot_make_it_search_all_the_time() -> None:
-    async def run() -> None:
-        now_s, directory = [0.0], FakeDirectory(known=["old"])
-        introduced = Introductions(directory, clock=lambda: now_s[0])
+        assert await gossip._is_listed("new")
         for number in range(100):
-            assert not await introduced.is_listed(f"stranger{number}")
+            assert not await gossip._is_listed(f"stranger{number}")
         assert directory.looks == LOOKS_AT_ONCE
-        assert await introduced.is_listed("old")
-        now_s[0] = 1 / LOOKS_PER_S
-        await introduced.is_listed("stranger")
-        await introduced.is_listed("stranger")
+        assert await gossip._is_listed("old")
+        await asyncio.sleep(1 / LOOKS_PER_S)
+        for _ in range(2):
+            await gossip._is_listed("stranger")
         assert directory.looks == LOOKS_AT_ONCE + 1
 
-    asyncio.run(run())
+    in_gossip(directory, test)
 
 
-def test_a_directory_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run() -> None:
-        monkeypatch.setattr(gossip, "LOOK_S", 0.01)
-        assert not await Introductions(FakeDirectory(is_slow=True), clock=lambda: 0.0).is_listed("new")
+def test_a_directory_that_does_not_answer_is_not_waited_for() -> None:
+    async def test(gossip: Gossip) -> None:
+        assert not await gossip._is_listed("new")
+        assert asyncio.get_running_loop().time() == pytest.approx(LOOK_S, abs=1e-3)
 
-    asyncio.run(run())
+    in_gossip(FakeDirectory(is_slow=True), test)
