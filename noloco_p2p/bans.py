@@ -52,22 +52,22 @@ class BanList:
 
     def why(self, peer_id: str) -> str:
         """Return the reason for a ban, worded for the banned peer and for the log, or "" if there is no ban."""
-        ban = self.all().get(peer_id)
-        return (
-            f"banned here for another {max(1, round((ban.until_s - self._clock()) / 60))} min: {ban.reason}"
-            if ban
-            else ""
-        )
+        if (ban := self.all().get(peer_id)) is None:
+            return ""
+        return f"banned here for another {max(1, round((ban.until_s - self._clock()) / 60))} min: {ban.reason}"
 
     def all(self) -> dict[str, Ban]:
         """Return the bans that are in effect now, by peer id."""
-        self._look()
         now_s = self._clock()
+        if now_s - self._looked_at_s >= LOOK_AGAIN_S:
+            self._looked_at_s = now_s
+            if (stamp := self._stamp_of_file()) != self._stamp:
+                self._stamp, self._bans = stamp, self._read()
         self._bans = {peer_id: ban for peer_id, ban in self._bans.items() if ban.until_s > now_s}
         return self._bans
 
     def ban(self, peer_id: str, reason: str, *, for_s: float) -> None:
-        """Ban a peer for `for_s` seconds.
+        """Ban a peer for `for_s` seconds. There are at most MAX_BANS bans, and the oldest ones end early.
 
         Raises SettingsError if `peer_id` is not a valid peer id, or if the file cannot be written.
         """
@@ -75,7 +75,8 @@ class BanList:
             public_key_of(peer_id)
         except ValueError:
             raise SettingsError(f"{peer_id!r} is not a peer id; `noloco status` and the log show peer ids") from None
-        self._bans = {**self.all(), peer_id: Ban(reason, self._clock() + for_s)}
+        bans = {**self.all(), peer_id: Ban(reason, self._clock() + for_s)}
+        self._bans = dict(list(bans.items())[-MAX_BANS:])
         self._save()
 
     def lift(self, peer_id: str) -> bool:
@@ -99,22 +100,10 @@ class BanList:
         if strikes > STRIKES - 0.5:  # three strikes within minutes are enough, but not three within hours
             del self._strikes[peer_id]
             log.warning("..%s is banned for an hour: %s", short_id(peer_id), reason)
-            self._bans = dict(
-                list({**self.all(), peer_id: Ban(reason[:200], now_s + STRUCK_OUT_S)}.items())[-MAX_BANS:]
-            )
             try:
-                self._save()
+                self.ban(peer_id, reason[:200], for_s=STRUCK_OUT_S)
             except SettingsError as error:
                 log.warning("%s", error)
-
-    def _look(self) -> None:
-        if self._clock() - self._looked_at_s < LOOK_AGAIN_S:
-            return
-        self._looked_at_s = self._clock()
-        stamp = self._stamp_of_file()
-        if stamp != self._stamp:
-            self._stamp = stamp
-            self._bans = self._read()
 
     def _read(self) -> dict[str, Ban]:
         try:

@@ -11,10 +11,10 @@ import json
 import os
 import socket
 import tempfile
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from blake3 import blake3
 
@@ -55,44 +55,37 @@ def _check_owner(path: Path) -> None:
             raise SettingsError(f"{path}: this control socket belongs to another user")
 
 
-class ControlServer:
-    """A server that answers the given verbs on the event loop of the network thread."""
+@asynccontextmanager
+async def answering(state_dir: Path, verbs: Mapping[str, Handler]) -> AsyncIterator[None]:
+    """Answer the given verbs at the control socket, on the event loop of the network thread.
 
-    def __init__(self, state_dir: Path, verbs: Mapping[str, Handler]) -> None:
-        self._path = socket_path(state_dir)
-        self._verbs = verbs
-        self._server: asyncio.Server | None = None
+    Raises SettingsError if the folder cannot hold a socket.
+    """
 
-    async def start(self) -> None:
-        """Create the socket and listen on it. Raises SettingsError if the folder cannot hold a socket."""
-        try:
-            self._path.unlink(missing_ok=True)  # left by a killed peer; a live one would hold the lock on the folder
-            self._server = await asyncio.start_unix_server(self._answer, path=self._path, limit=MAX_LINE_BYTES)
-            self._path.chmod(0o600)
-        except OSError as error:
-            raise SettingsError(
-                f"{self._path}: cannot create the control socket: {error}; use another --state-dir"
-            ) from None
-
-    async def stop(self) -> None:
-        if self._server:
-            self._server.close()
-            self._path.unlink(missing_ok=True)
-
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                request = json.loads(await reader.readline())
-                handler = self._verbs.get(request.get("verb"))
-                reply = (
-                    handler() if handler else {"error": f"unknown verb; the known verbs are {', '.join(self._verbs)}"}
-                )
+                handler = verbs.get(json.loads(await reader.readline()).get("verb"))
+                reply = handler() if handler else {"error": f"unknown verb; the known verbs are {', '.join(verbs)}"}
                 writer.write(json.dumps(reply).encode() + b"\n")
                 await writer.drain()
-        except (TimeoutError, ValueError, AttributeError, ConnectionError):
+        except (TimeoutError, ValueError, TypeError, AttributeError, ConnectionError):
             pass  # the client sent a malformed request, or closed the connection
         finally:
             writer.close()
+
+    path = socket_path(state_dir)
+    try:
+        path.unlink(missing_ok=True)  # left by a killed peer; a live one would hold the lock on the folder
+        server = await asyncio.start_unix_server(answer, path=path, limit=MAX_LINE_BYTES)
+        path.chmod(0o600)
+    except OSError as error:
+        raise SettingsError(f"{path}: cannot create the control socket: {error}; use another --state-dir") from None
+    try:
+        yield
+    finally:
+        server.close()
+        path.unlink(missing_ok=True)
 
 
 def ask(state_dir: Path, verb: str, *, timeout_s: float = ANSWER_TIMEOUT_S) -> dict[str, Any] | None:
@@ -120,53 +113,34 @@ def ask(state_dir: Path, verb: str, *, timeout_s: float = ANSWER_TIMEOUT_S) -> d
         raise SettingsError(f"the peer in {state_dir} closed its control socket without answering") from None
 
 
-class FolderLock:
-    """A lock that allows only one peer per state folder, and thus only one peer per identity on this machine.
+def hold(state_dir: Path) -> IO[bytes]:
+    """Lock the state folder, so that only one peer, and thus only one peer per identity, runs in it on this machine.
 
-    The kernel releases it when the process dies.
+    The lock ends when the result is closed, and the kernel releases it when the process dies. Raises SettingsError if
+    another peer holds it.
     """
+    try:
+        state_dir.mkdir(parents=True, exist_ok=True)
+        lock = os.fdopen(os.open(state_dir / "lock", os.O_RDWR | os.O_CREAT, 0o600), "r+b")
+    except OSError as error:
+        raise SettingsError(f"{state_dir} cannot be used as the state folder: {error}") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        raise SettingsError(
+            f"another peer is running in {state_dir}; stop it with `noloco leave`, or use another --state-dir"
+        ) from None
+    return lock
 
-    def __init__(self, state_dir: Path) -> None:
-        self._path = state_dir / "lock"
-        self._file: int | None = None
 
-    def acquire(self) -> None:
-        """Acquire the lock. Raises SettingsError if another peer holds it."""
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
-        except OSError as error:
-            raise SettingsError(f"{self._path.parent} cannot be used as the state folder: {error}") from None
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self._file)
-            self._file = None
-            raise SettingsError(
-                f"another peer is running in {self._path.parent}; stop it with `noloco leave`, or use another "
-                "--state-dir"
-            ) from None
-
-    def release(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
-
-    def check(self) -> None:
-        """Raise SettingsError if `acquire` would raise it, so that the error is reported before the slow imports."""
-        self.acquire()
-        self.release()
-
-    def is_held(self) -> bool:
-        """Return whether any process, including this one, holds the lock now."""
-        try:
-            probe = os.open(self._path, os.O_RDWR)
-        except OSError:
-            return False
-        try:
+def is_held(state_dir: Path) -> bool:
+    """Return whether any process, including this one, holds the lock of the state folder now."""
+    try:
+        with (state_dir / "lock").open("r+b") as probe:
             fcntl.flock(probe, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return True
-        finally:
-            os.close(probe)
-        return False
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False

@@ -29,11 +29,10 @@ from noloco_p2p.telemetry.progress import Progress
 TICKET_TIMEOUT_S = 300.0  # the first peer reads the corpus and measures its speed before it has a ticket
 LEAVE_TIMEOUT_S = 120.0  # each peer writes its last checkpoint
 POLL_S = 0.5
-REPORT_EVERY_S = "2"
-CHAOS_SAVES_EVERY_S = "3"  # so that a peer that is killed every few seconds does not lose a minute each time
+FLAGS = "--threads 1 --device cpu --report-every-s 2 --when always"  # regardless of the user's settings file
+CHAOS_FLAGS = "--save-every-s 3"  # so that a peer that is killed every few seconds does not lose a minute each time
 KILL_EVERY_S = (8.0, 20.0)  # range of the random time until the next kill with --chaos
 BACK_AFTER_S = (1.0, 5.0)
-COLUMNS = ("peer", "state", "step", "loss", "tokens/s", "last swap with", "swaps", "apart")
 
 MEASURED_S, MEASURED_STEPS = 3.0, 8  # minimum seconds and inner steps of a measurement, after the first step
 FEWEST_STEPS = 60
@@ -45,122 +44,26 @@ START_S, START_CPU_S = 10.0, 5.0  # time to join, leave and merge, and processor
 START_STEPS = 30  # these steps take as long as the evaluations at start and end and the measurements of each peer
 
 
-@dataclass(frozen=True, slots=True)
-class DemoPlan:
-    """The plan of a demo.
-
-    `folder` holds the spec, a folder for each peer with its log, and the exported model. If `num_steps` is None, the
-    demo takes as many steps as this machine can take in `minutes` minutes.
-    """
-
-    folder: Path
-    num_peers: int = 4
-    num_steps: int | None = None
-    minutes: float = 4.0
-    port_base: int = 0  # peer i listens on port_base + 2 i; 0 = free ports
-    changes: Mapping[str, Any] = field(default_factory=dict)  # dotted fields of the spec
-    chaos_seed: int | None = None  # determines which peers are killed and restarted, and when
-    num_stages: int = 1
-
-    def check(self) -> None:
-        """Check the plan before anything starts. Raises SettingsError or SpecError if the plan is invalid."""
-        spec, stages = self.spec(self.num_steps or MANY_STEPS), self.num_stages
-        if spec.pipeline.stages != stages:
-            raise SettingsError(
-                f"--set pipeline.stages={spec.pipeline.stages} is not allowed in the demo; use --stages instead"
-            )
-        if not spec.model.pretrained and spec.model.num_layers < stages:
-            raise SettingsError(
-                f"--stages {stages}: the model has {spec.model.num_layers} blocks, and each stage needs at least one; "
-                f"add blocks with --set model.num_layers={stages}"
-            )
-        if self.num_peers < stages:
-            raise SettingsError(
-                f"--peers {self.num_peers} is too few: each of the {stages} stages needs at least one peer"
-            )
-        if stages > 1 and self.chaos_seed is not None and self.num_peers < 2 * stages:
-            raise SettingsError(
-                f"--chaos with --peers {self.num_peers}: {stages} stages need {2 * stages} peers (two per stage), "
-                "because a stage loses its weights if its only peer is killed"
-            )
-
-    def stage(self, index: int) -> int | None:
-        """Return the stage of peer `index`, or None in a run without stages."""
-        return index % self.num_stages if self.num_stages > 1 else None
-
-    def spec(self, num_steps: int) -> TrainerSpec:
-        """Return the preset `tiny` with a schedule of `num_steps`."""
-        tiny = PRESETS["tiny"]
-        warmup = min(tiny.train.warmup_steps, num_steps // 4)
-        changes = {"name": "demo", "train.total_steps": num_steps, "train.warmup_steps": warmup}
-        if self.num_stages > 1:
-            changes |= {"model.parameter_seeds": True, "pipeline.stages": self.num_stages}
-            changes["pipeline.microbatch"] = MICROBATCH
-        return tiny.with_changes(changes, origin="--steps").with_changes(dict(self.changes), origin="--set")
-
-    def steps_in_time(self, *, step_s: float, num_cores: int, left_s: float) -> int:
-        """Return the number of inner steps per peer, or per head of a pipeline, that fit into `left_s` seconds.
-
-        `step_s` is the time of an inner step of the whole model on one core. The result is a multiple of 10.
-        """
-        if self.num_stages == 1:
-            each_s = step_s * UPKEEP * max(1.0, self.num_peers / num_cores)
-        else:
-            num_heads = -(-self.num_peers // self.num_stages)
-            each_s = step_s * PIPELINE_UPKEEP * max(num_heads / num_cores, 1 / self.num_stages)
-        start_s = START_S + START_CPU_S * max(1.0, self.num_peers / num_cores)
-        return max(FEWEST_STEPS, int((left_s - start_s) / each_s - START_STEPS) // 10 * 10)
-
-
-def measure_step_s(spec: TrainerSpec) -> float:
-    """Measure how many seconds an inner step of the whole model takes on random tokens with one thread.
-
-    The result is the lower quartile of many measurements, because other programs may slow down some of them.
-    """
-    import torch
-
-    from noloco_p2p.trainer.inner_step import InnerStep
-    from noloco_p2p.trainer.model import build_model
-
-    torch.set_num_threads(1)
-    step = InnerStep(build_model(spec.model, sequence_length=spec.data.sequence_length), spec.train)
-    tokens = min(256, spec.model.vocab_size or 256)
-    batch = torch.randint(0, tokens, (spec.train.batch_size, spec.data.sequence_length))
-    durations_s: list[float] = []
-    while sum(durations_s[1:]) < MEASURED_S or len(durations_s) <= MEASURED_STEPS:
-        began_s = time.monotonic()
-        step(batch, progress=0.0)
-        durations_s.append(time.monotonic() - began_s)
-    return sorted(durations_s[1:])[len(durations_s) // 4]
-
-
 class DemoPeer:
     """A peer that runs `noloco join` in its own process, and what its events say since the process began."""
 
-    def __init__(self, index: int, plan: DemoPlan) -> None:
+    def __init__(self, index: int, folder: Path, *, stage: int | None) -> None:
         self.index = index
-        self.stage = plan.stage(index)
-        self.kills = 0
-        self.folder = plan.folder / f"peer-{index}"
+        self.stage = stage  # None in a run without stages
+        self.folder = folder / f"peer-{index}"
         self.log = self.folder / "log.txt"
+        self.kills = 0
         self.process: subprocess.Popen[bytes] | None = None
         self.metrics: dict[str, Any] = {}  # the last ones that were reported, perhaps before it was killed
         self.peer_id = ""
         self.has_begun = self.has_finished = False
-        self._plan = plan
         self._started_at_s = 0.0
 
-    def start(self, target: str) -> None:
+    def start(self, target: str, flags: str = "") -> None:
         """Start the peer. A peer that was killed resumes from its last checkpoint."""
-        port = self._plan.port_base + 2 * self.index if self._plan.port_base else 0
-        arguments = ["join", target, "--listen", f"127.0.0.1:{port}", "--state-dir", str(self.folder)]
-        arguments += ["--threads", "1", "--device", "cpu", "--ticket-file", str(self.folder / "ticket")]
-        arguments += ["--when", "always"]  # regardless of the user's settings file
-        arguments += ["--report-every-s", REPORT_EVERY_S]
-        if self.stage is not None:
-            arguments += ["--stage", str(self.stage)]
-        if self._plan.chaos_seed is not None:
-            arguments += ["--save-every-s", CHAOS_SAVES_EVERY_S]
+        arguments = ["join", target, "--listen", "127.0.0.1:0", "--state-dir", str(self.folder)]
+        arguments += ["--ticket-file", str(self.folder / "ticket"), *FLAGS.split(), *flags.split()]
+        arguments += [] if self.stage is None else ["--stage", str(self.stage)]
         self.folder.mkdir(exist_ok=True)
         self.has_begun = self.has_finished = False
         self._started_at_s = time.time()
@@ -173,6 +76,13 @@ class DemoPeer:
                 env={**os.environ, "NO_COLOR": "1"},
                 start_new_session=True,  # so that Ctrl-C in the terminal reaches only the demo
             )
+
+    def kill(self) -> None:
+        """Kill the peer without warning, as a power failure would."""
+        assert self.process is not None
+        self.kills += 1
+        self.process.kill()
+        self.process.wait()
 
     def events(self) -> list[dict[str, Any]]:
         return [event for path in self.folder.glob("runs/*/events.jsonl") for event in read_events(path)]
@@ -199,41 +109,17 @@ class DemoPeer:
 
     @property
     def state(self) -> str:
-        if self.exit_code is not None:
-            return "gone" if self.exit_code == 0 else self.ending
-        if self.has_finished:
-            return "done"
+        if code := self.exit_code:
+            return f"was killed (signal {-code})" if code < 0 else f"failed (exit code {code})"
+        if self.is_done:
+            return "done" if self.exit_code is None else "gone"
         if not self.has_begun:
             return "coming back" if self.kills else "starting"
         return "closing" if self.metrics.get("progress", 0) >= 1 else "training"
 
-    @property
-    def ending(self) -> str:
-        """A phrase that says whether a failed peer was killed or failed by itself."""
-        code = self.exit_code or 0
-        return f"was killed (signal {-code})" if code < 0 else f"failed (exit code {code})"
-
     def last_line(self) -> str:
         lines = self.log.read_text(errors="replace").strip().splitlines()
         return lines[-1] if lines else "nothing"
-
-    def kill(self) -> None:
-        """Kill the peer without warning, as a power failure would."""
-        assert self.process is not None
-        self.kills += 1
-        self.process.kill()
-        self.process.wait()
-
-    def row(self, names: Mapping[str, str]) -> tuple[str, ...]:
-        """Return the cells of COLUMNS, with the stage after the peer if there are stages."""
-        told = self.metrics
-        first = (f"peer {self.index}", *(() if self.stage is None else (str(self.stage),)), self.state)
-        if not told:
-            return (*first, *["-"] * (len(COLUMNS) - 2))
-        partner = names.get(told["last_partner"]) or (named(told["last_partner"]) if told["last_partner"] else "-")
-        apart = "-" if told["apart"] is None else percent(told["apart"])
-        speed = count(told["tokens_per_s"])
-        return (*first, str(told["step"]), loss(told["loss"]), speed, partner, str(told["swaps"]), apart)
 
     def result(self) -> dict[str, Any]:
         """Return what the report says about this peer."""
@@ -251,95 +137,88 @@ class DemoPeer:
         }
 
 
-class Chaos:
-    """Kills a peer now and then, and restarts it. The seed determines which peers are killed, and when."""
-
-    def __init__(self, peers: Sequence[DemoPeer], *, target: str, seed: int, now_s: float) -> None:
-        self._peers = peers
-        self._target = target
-        self._rng = random.Random(seed)
-        self._next_s = now_s + self._rng.uniform(*KILL_EVERY_S)
-        self._dead: tuple[DemoPeer, float] | None = None  # with the time of its restart
-
-    @property
-    def somebody_is_dead(self) -> bool:
-        return self._dead is not None
-
-    def step(self, now_s: float) -> None:
-        """Kill or restart a peer if one is due. Kills begin once all peers are training, and at most one peer is down
-        at a time.
-        """
-        if self._dead and now_s >= self._dead[1]:
-            self._dead[0].start(self._target)
-            self._dead = None
-            self._next_s = now_s + self._rng.uniform(*KILL_EVERY_S)
-        elif self._dead is None and now_s >= self._next_s and all(peer.has_begun for peer in self._peers):
-            training = [peer for peer in self._peers if not peer.is_done]
-            if len(training) < 2:
-                return  # the last peer would be killed again and again, and has no partner
-            victim = self._rng.choice(training)
-            victim.kill()
-            self._dead = victim, now_s + self._rng.uniform(*BACK_AFTER_S)
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """The state of a demo that is shown to the user.
-
-    `done` and `total` count inner steps of the slowest peer (or head of a pipeline); both are 0 before training begins.
-    `columns` are the names of the columns of `rows`, and `summary` describes all peers together. `left_s` is the number
-    of seconds until training is done, or None while it is unknown.
-    """
-
-    doing: str
-    columns: tuple[str, ...] = ()
-    rows: list[tuple[str, ...]] = field(default_factory=list)
-    summary: str = ""
-    done: int = 0
-    total: int = 0
-    left_s: float | None = None
-
-
+@dataclass
 class Demo:
     """A demo that runs real peers on this machine.
 
-    Iterate over `run`, which yields a `View` twice a second until all peers are done. Then call `stop` and `report`.
-    Call `stop` even if `run` fails.
+    `folder` holds the spec, a folder for each peer with its log, and the exported model. If `num_steps` is 0, the demo
+    takes as many steps as this machine can take in `minutes` minutes. Iterate over `run`, which yields twice a second
+    until all peers are done. Then call `stop` and `report`. Call `stop` even if `run` fails.
     """
 
-    def __init__(self, plan: DemoPlan) -> None:
-        plan.check()
-        self.plan = plan
-        self.peers = [DemoPeer(index, plan) for index in range(plan.num_peers)]
-        self.num_steps = plan.num_steps or 0
+    folder: Path
+    num_peers: int = 4
+    num_steps: int = 0
+    minutes: float = 4.0
+    changes: Mapping[str, Any] = field(default_factory=dict)  # dotted fields of the spec
+    chaos_seed: int | None = None  # determines which peers are killed and restarted, and when
+    num_stages: int = 1
+
+    def __post_init__(self) -> None:
+        """Check the plan before anything starts. Raises SettingsError or SpecError if it is invalid."""
+        spec, stages = self.spec(self.num_steps or MANY_STEPS), self.num_stages
+        if spec.pipeline.stages != stages:
+            raise SettingsError(
+                f"--set pipeline.stages={spec.pipeline.stages} is not allowed in the demo; use --stages instead"
+            )
+        if not spec.model.pretrained and spec.model.num_layers < stages:
+            raise SettingsError(
+                f"--stages {stages}: the model has {spec.model.num_layers} blocks, and each stage needs at least one; "
+                f"add blocks with --set model.num_layers={stages}"
+            )
+        if self.num_peers < stages:
+            raise SettingsError(
+                f"--peers {self.num_peers} is too few: each of the {stages} stages needs at least one peer"
+            )
+        if stages > 1 and self.chaos_seed is not None and self.num_peers < 2 * stages:
+            raise SettingsError(
+                f"--chaos with --peers {self.num_peers}: {stages} stages need {2 * stages} peers (two per stage), "
+                "because a stage loses its weights if its only peer is killed"
+            )
+        self.peers = [
+            DemoPeer(index, self.folder, stage=index % stages if stages > 1 else None)
+            for index in range(self.num_peers)
+        ]
+        self.doing = ""
         self.step_s: float | None = None  # measured if `minutes` decides the number of steps
-        self._spec = plan.spec(MANY_STEPS)
+        self._spec = spec
         self._began_s = time.monotonic()
         self._trains_since: tuple[float, int] | None = None  # when all peers had begun, and the steps done by then
 
-    def run(self) -> Iterator[View]:
+    def spec(self, num_steps: int) -> TrainerSpec:
+        """Return the preset `tiny` with a schedule of `num_steps`."""
+        tiny = PRESETS["tiny"]
+        warmup = min(tiny.train.warmup_steps, num_steps // 4)
+        changes = {"name": "demo", "train.total_steps": num_steps, "train.warmup_steps": warmup}
+        if self.num_stages > 1:
+            changes |= {"model.parameter_seeds": True, "pipeline.stages": self.num_stages}
+            changes["pipeline.microbatch"] = MICROBATCH
+        return tiny.with_changes(changes, origin="--steps").with_changes(dict(self.changes), origin="--set")
+
+    def run(self) -> Iterator[None]:
         """Run all peers until training ends. Raises NolocoError if the first peer does not start."""
-        plan, folder = self.plan, self.plan.folder
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            if any(folder.iterdir()):
-                raise SettingsError(f"{folder} is not empty; choose another folder with --keep")
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if any(self.folder.iterdir()):
+                raise SettingsError(f"{self.folder} is not empty; choose another folder with --keep")
         except OSError as error:
-            raise SettingsError(f"{folder} cannot be used: {error}") from None
-        if plan.num_steps is None:
-            yield View("measuring how fast this machine trains")
+            raise SettingsError(f"{self.folder} cannot be used: {error}") from None
+        if not self.num_steps:
+            self.doing = "measuring how fast this machine trains"
+            yield
             self.step_s = measure_step_s(self._spec)
             num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-            left_s = 60 * plan.minutes - (time.monotonic() - self._began_s)
-            self.num_steps = plan.steps_in_time(step_s=self.step_s, num_cores=num_cores, left_s=left_s)
-        self._spec = plan.spec(self.num_steps)
-        if plan.num_stages > 1 and self._spec.pipeline.cut == "auto":
+            left_s = 60 * self.minutes - (time.monotonic() - self._began_s)
+            self.num_steps = self.steps_in_time(step_s=self.step_s, num_cores=num_cores, left_s=left_s)
+        self._spec = self.spec(self.num_steps)
+        if self.num_stages > 1 and self._spec.pipeline.cut == "auto":
             from noloco_p2p.trainer.stage_choice import StageNeeds
 
-            self._spec = StageNeeds.of(self._spec, plan.num_stages).spec
-        spec_file, ticket = folder / "demo.toml", self.peers[0].folder / "ticket"
+            self._spec = StageNeeds.of(self._spec, self.num_stages).spec
+        spec_file, ticket = self.folder / "demo.toml", self.peers[0].folder / "ticket"
         spec_file.write_text(render(self._spec), encoding="utf-8")
-        self.peers[0].start(str(spec_file))
+        flags = "" if self.chaos_seed is None else CHAOS_FLAGS
+        self.peers[0].start(str(spec_file), flags)
         until_s = time.monotonic() + TICKET_TIMEOUT_S
         while not ticket.exists():
             if self.peers[0].exit_code is not None or time.monotonic() > until_s:
@@ -347,37 +226,75 @@ class Demo:
             yield self._look()
             time.sleep(POLL_S)
         for peer in self.peers[1:]:
-            peer.start(f"@{ticket}")
-        seed, now_s = plan.chaos_seed, time.monotonic()
-        chaos = None if seed is None else Chaos(self.peers, target=f"@{ticket}", seed=seed, now_s=now_s)
-        while not all(peer.is_done for peer in self.peers) or (chaos and chaos.somebody_is_dead):
-            if chaos:
-                chaos.step(time.monotonic())
+            peer.start(f"@{ticket}", flags)
+        kills = iter(()) if self.chaos_seed is None else chaos(self.peers, target=f"@{ticket}", seed=self.chaos_seed)
+        while next(kills, False) or not all(peer.is_done for peer in self.peers):
             yield self._look()
             time.sleep(POLL_S)
         yield self._look()
 
-    def _look(self) -> View:
+    def steps_in_time(self, *, step_s: float, num_cores: int, left_s: float) -> int:
+        """Return the number of inner steps per peer, or per head of a pipeline, that fit into `left_s` seconds.
+
+        `step_s` is the time of an inner step of the whole model on one core. The result is a multiple of 10.
+        """
+        if self.num_stages == 1:
+            each_s = step_s * UPKEEP * max(1.0, self.num_peers / num_cores)
+        else:
+            num_heads = -(-self.num_peers // self.num_stages)
+            each_s = step_s * PIPELINE_UPKEEP * max(num_heads / num_cores, 1 / self.num_stages)
+        start_s = START_S + START_CPU_S * max(1.0, self.num_peers / num_cores)
+        return max(FEWEST_STEPS, int((left_s - start_s) / each_s - START_STEPS) // 10 * 10)
+
+    def _look(self) -> None:
         for peer in self.peers:
             peer.look()
-        names = {peer.peer_id: f"peer {peer.index}" for peer in self.peers if peer.peer_id}
-        drivers = [peer for peer in self.peers if not peer.stage]  # inner stages follow the heads
-        steps = [self.num_steps if peer.is_done else peer.metrics.get("step", 0) for peer in drivers]
-        done, now_s = min(min(steps), self.num_steps), time.monotonic()
-        if self._trains_since is None and done:
-            self._trains_since = now_s, done
-        left_s = None
-        if self._trains_since and self._trains_since[1] < done < self.num_steps:
-            since_s, before = self._trains_since
-            left_s = (self.num_steps - done) * (now_s - since_s) / (done - before)
-        doing = "training" if any(peer.has_begun for peer in self.peers) else "starting the peers"
+        self.doing = "training" if any(peer.has_begun for peer in self.peers) else "starting the peers"
         if all(peer.is_done for peer in self.peers):
-            doing = "all peers are done"
-        columns = COLUMNS if self.plan.num_stages == 1 else (COLUMNS[0], "stage", *COLUMNS[1:])
-        rows = [peer.row(names) for peer in self.peers]
-        return View(doing, columns, rows, self._summary(), done, self.num_steps, left_s)
+            self.doing = "all peers are done"
+        if self._trains_since is None and self.done:
+            self._trains_since = time.monotonic(), self.done
 
-    def _summary(self) -> str:
+    @property
+    def done(self) -> int:
+        """The number of inner steps that the slowest peer, or the slowest head of a pipeline, has taken."""
+        heads = [peer for peer in self.peers if not peer.stage]
+        return min(
+            self.num_steps if peer.is_done else min(peer.metrics.get("step", 0), self.num_steps) for peer in heads
+        )
+
+    @property
+    def left_s(self) -> float | None:
+        """The number of seconds until training is done, or None while it is unknown."""
+        if self._trains_since is None or not self._trains_since[1] < self.done < self.num_steps:
+            return None
+        since_s, before = self._trains_since
+        return (self.num_steps - self.done) * (time.monotonic() - since_s) / (self.done - before)
+
+    def table(self) -> list[dict[str, str]]:
+        """Return a row for each peer: the texts of its cells by column."""
+        names = {peer.peer_id: f"peer {peer.index}" for peer in self.peers if peer.peer_id}
+        rows = []
+        for peer in self.peers:
+            told = peer.metrics
+            rows.append(
+                {
+                    "peer": f"peer {peer.index}",
+                    **({} if peer.stage is None else {"stage": str(peer.stage)}),
+                    "state": peer.state,
+                    "step": str(told["step"]) if told else "-",
+                    "loss": loss(told["loss"]) if told else "-",
+                    "tokens/s": count(told["tokens_per_s"]) if told else "-",
+                    "last swap with": names.get(told["last_partner"], named(told["last_partner"]))
+                    if told.get("last_partner")
+                    else "-",
+                    "swaps": str(told["swaps"]) if told else "-",
+                    "apart": "-" if told.get("apart") is None else percent(told["apart"]),
+                }
+            )
+        return rows
+
+    def summary(self) -> str:
         """Describe all peers together, for example `loss 2.310, 184 swaps, 0.4 % apart`."""
         told = [peer.metrics for peer in self.peers if peer.metrics]
         losses = [metrics["loss"] for metrics in told if metrics["loss"] is not None]
@@ -410,7 +327,7 @@ class Demo:
             raise NolocoError(f"no peer finished; the log of the first peer ends with: {self.peers[0].last_line()}")
         folders = [
             [folder_of(peer.folder, self._spec.run_id) for peer in left if (peer.stage or 0) == stage]
-            for stage in range(self.plan.num_stages)
+            for stage in range(self.num_stages)
         ]
         with Progress(print).task("merging the models and evaluating the result"):
             from noloco_p2p.trainer.export import export_model
@@ -418,7 +335,7 @@ class Demo:
             from noloco_p2p.trainer.swarm_evaluation import evaluate_swarm
 
             evaluation = evaluate_swarm(self._spec, folders)
-            export_model(evaluation.model, build_tokenizer(self._spec.data), self.plan.folder / "export")
+            export_model(evaluation.model, build_tokenizer(self._spec.data), self.folder / "export")
         for peer in self.peers:
             peer.look()
         return {
@@ -427,17 +344,60 @@ class Demo:
             "merged_peers": len(left),
             "merged_loss": evaluation.merged_loss,
             "spread": evaluation.spread,
-            "export_dir": str(self.plan.folder / "export"),
+            "export_dir": str(self.folder / "export"),
             "wall_s": round(time.monotonic() - self._began_s, 1),
         }
 
     def failures(self) -> list[str]:
         """List the peers that failed, and how they ended. The list is empty if all succeeded."""
         return [
-            f"peer {peer.index} {peer.ending}; its log {peer.log} ends with: {peer.last_line()}"
+            f"peer {peer.index} {peer.state}; its log {peer.log} ends with: {peer.last_line()}"
             for peer in self.peers
             if peer.exit_code
         ]
+
+
+def measure_step_s(spec: TrainerSpec) -> float:
+    """Measure how many seconds an inner step of the whole model takes on random tokens with one thread.
+
+    The result is the lower quartile of many measurements, because other programs may slow down some of them.
+    """
+    import torch
+
+    from noloco_p2p.trainer.inner_step import InnerStep
+    from noloco_p2p.trainer.model import build_model
+
+    torch.set_num_threads(1)
+    step = InnerStep(build_model(spec.model, sequence_length=spec.data.sequence_length), spec.train)
+    tokens = min(256, spec.model.vocab_size or 256)
+    batch = torch.randint(0, tokens, (spec.train.batch_size, spec.data.sequence_length))
+    durations_s: list[float] = []
+    while sum(durations_s[1:]) < MEASURED_S or len(durations_s) <= MEASURED_STEPS:
+        began_s = time.monotonic()
+        step(batch, progress=0.0)
+        durations_s.append(time.monotonic() - began_s)
+    return sorted(durations_s[1:])[len(durations_s) // 4]
+
+
+def chaos(peers: Sequence[DemoPeer], *, target: str, seed: int) -> Iterator[bool]:
+    """Kill a peer now and then, and restart it. Each step yields whether a peer is down; there is one at a time.
+
+    The seed determines which peers are killed, and when. Kills begin once all peers are training.
+    """
+    rng = random.Random(seed)
+    while True:
+        next_s = time.monotonic() + rng.uniform(*KILL_EVERY_S)
+        training: list[DemoPeer] = []
+        # The last peer would be killed again and again, and has no partner.
+        while time.monotonic() < next_s or not all(peer.has_begun for peer in peers) or len(training) < 2:
+            yield False
+            training = [peer for peer in peers if not peer.is_done]
+        victim = rng.choice(training)
+        victim.kill()
+        back_s = time.monotonic() + rng.uniform(*BACK_AFTER_S)
+        while time.monotonic() < back_s:
+            yield True
+        victim.start(target, CHAOS_FLAGS)
 
 
 def report_lines(report: dict[str, Any]) -> list[str]:

@@ -47,7 +47,7 @@ def sections(model: type[Section] = TrainerSpec, prefix: str = "") -> Iterator[t
         field = model.model_fields[name]
         if is_section(field):
             section = cast("type[Section]", field.annotation)
-            yield f"{prefix}{name}", field.description or "", section
+            yield f"{prefix}{name}", " ".join((section.__doc__ or "").partition("\n\n")[0].split()), section
             yield from sections(section, f"{prefix}{name}.")
 
 

@@ -16,12 +16,12 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
 from pydantic.fields import FieldInfo
 
 from noloco_p2p import peer_name
 from noloco_p2p.errors import SettingsError
-from noloco_p2p.spec import HUB_NAME, about, describe
+from noloco_p2p.spec import HUB_NAME, describe, field
 
 DEFAULT_PORT = 31337
 LAST_PORT = 65535
@@ -58,24 +58,13 @@ class Flag:
     name: str = ""  # a singular name for a field that holds several values, such as --model for `models`
     metavar: str | None = None
     default: str = ""  # in words, if the value is not self-explanatory
-    pair: str = ""  # the form of a pair, such as NAME=GLOB, if the setting is a table
-    takes_file: bool = False  # on the command line, @FILE is replaced by the line in that file
 
     @classmethod
-    def of(cls, name: str, field: FieldInfo) -> Flag:
+    def of(cls, name: str, setting: FieldInfo) -> Flag:
         """Return the flag of a setting, with defaults taken from its field."""
-        own = next((item for item in field.metadata if isinstance(item, cls)), cls())
-        default = own.default or str(field.get_default(call_default_factory=True) or "")
+        own = next((item for item in setting.metadata if isinstance(item, cls)), cls())
+        default = own.default or str(setting.get_default(call_default_factory=True) or "")
         return replace(own, name=f"--{(own.name or name).replace('_', '-')}", default=default)
-
-    def parse(self, words: list[str]) -> tuple[str, ...] | dict[str, str]:
-        """Convert the values of a list, or the pairs of a table. Raises SettingsError for a malformed pair."""
-        if not self.pair:
-            return tuple(words)
-        pairs = [word.partition("=") for word in words]
-        if wrong := next(("".join(pair) for pair in pairs if not all(pair)), None):
-            raise SettingsError(f"{self.name} {wrong!r} must have the form {self.pair}")
-        return {name: value for name, _, value in pairs}
 
 
 def kind_of(annotation: Any) -> Any:
@@ -187,13 +176,28 @@ def _readable(parse: Callable[[Any], object]) -> AfterValidator:
     return AfterValidator(check)
 
 
+def _several(value: Any) -> Any:
+    """Split the value of an environment variable at its commas."""
+    return [part for part in value.split(",") if part] if isinstance(value, str) else value
+
+
+def _pairs(value: Any) -> Any:
+    """Convert the values of a flag or a variable, each of the form NAME=VALUE, to a table."""
+    if isinstance(parts := _several(value), dict):
+        return parts
+    pairs = [part.partition("=") for part in parts]
+    if wrong := next(("".join(pair) for pair in pairs if not all(pair)), None):
+        raise ValueError(f"{wrong!r} must have the form NAME=VALUE, for example c4='/data/c4/*.json.gz'")
+    return {name: value for name, _, value in pairs}
+
+
 def _absolute(path: Path | None) -> Path | None:
     return path and path.expanduser().absolute()
 
 
-AlwaysOrNever = Annotated[Literal["always", "never"], Flag(metavar="always|never")]
 AbsolutePath = Annotated[Path, AfterValidator(_absolute)]
-Rate = Annotated[str, _readable(parse_rate)]
+AbsoluteFolder = Annotated[str, AfterValidator(lambda folder: str(_absolute(Path(folder))))]
+Rate = Annotated[str, _readable(parse_rate), Flag(default="none")]
 
 
 class PeerSettings(BaseModel):
@@ -205,127 +209,78 @@ class PeerSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    listen: Annotated[
-        str,
-        _readable(_check_listen),
-        about("HOST:PORT to listen on. gRPC uses PORT, and libp2p uses PORT+1. Port 0 selects two free ports."),
-    ] = f"0.0.0.0:{DEFAULT_PORT}"
-    announce: Annotated[
-        str, _readable(split_announced), about("HOST[:PORT] that other peers dial, if it differs from --listen.")
-    ] = ""
-    map_ports: Annotated[
-        AlwaysOrNever, about("Ask the router to forward both ports (by UPnP), unless --announce is given.")
-    ] = "always"
-    device: Annotated[str, _readable(_check_device), about(f"Device to train on: {DEVICES}.")] = "auto"
-    threads: Annotated[int, Field(ge=0), about("Number of torch threads."), Flag(default="chosen by torch")] = 0
-    max_steps: Annotated[Count | None, about("Leave the run after this many inner steps.")] = None
-    gpus: Annotated[Count, about("Number of GPUs that share this peer's model.")] = 1
-    precision: Annotated[
-        Literal["auto", "bf16", "fp32"],
-        about("Precision of the forward and backward passes; auto uses bf16 on GPUs that have bf16 instructions."),
-    ] = "auto"
-    micro_batch: Annotated[
-        int,
-        Field(ge=0),
-        about("Number of sequences per forward and backward pass."),
-        Flag(default="as many as fit in memory"),
-    ] = 0
-    compile: Annotated[bool, about("Compile the model with torch.compile.")] = False
-    activation_checkpointing: Annotated[
-        bool, about("Use less memory, at the cost of about a third more computation.")
-    ] = False
-    offload_optimizer: Annotated[bool, about("Keep the optimizer's moments in main memory instead of GPU memory.")] = (
-        False
+    listen: Annotated[str, _readable(_check_listen)] = field(
+        f"0.0.0.0:{DEFAULT_PORT}",
+        "HOST:PORT to listen on. gRPC uses PORT, and libp2p uses PORT+1. Port 0 selects two free ports.",
     )
-    keep_checkpoints: Annotated[Count, about("Number of checkpoints to keep.")] = 2
-    save_every_s: Annotated[Seconds, about("Seconds between two checkpoints.")] = 600.0
-    report_every_s: Annotated[Seconds, about("Seconds between two reports, each a line of output.")] = 10.0
-    max_upload: Annotated[
-        Rate,
-        about("Limit on the total upload rate of swaps and fetches, for example 40mbit or 5MB/s."),
-        Flag(default="none"),
-    ] = ""
-    max_download: Annotated[
-        Rate, about("Limit on the total download rate of swaps and fetches, for example 100mbit."), Flag(default="none")
-    ] = ""
-    name: Annotated[
-        str,
-        AfterValidator(peer_name.check),
-        about(f"Public name of this peer (up to {peer_name.MAX_CHARS} characters). It does not prove your identity."),
-        Flag(default="none"),
-    ] = ""
-    hide_contribution: Annotated[bool, about("Hide this peer's training time and token count from other peers.")] = (
-        False
+    announce: Annotated[str, _readable(split_announced)] = field(
+        "", "HOST[:PORT] that other peers dial, if it differs from --listen."
     )
-    when: Annotated[
-        str,
-        _readable(parse_hours),
-        about(
-            "When to train: always, idle (only while other programs are barely using the processor), or between two "
-            "times of day, for example 22:00-07:00."
-        ),
-        Flag(metavar="always|idle|HH:MM-HH:MM"),
-    ] = "always"
-    push_to_hub: Annotated[
-        str,
-        _readable(_check_repository),
-        about(
-            "Upload the last checkpoint to the Hugging Face hub when this peer leaves. If the repository "
-            "does not exist, a private one is created."
-        ),
-        Flag(metavar="OWNER/NAME", default="none"),
-    ] = ""
-    state_dir: Annotated[
-        AbsolutePath,
-        about("Folder for the identity, the checkpoints and the logs."),
-        Flag(default="~/.local/state/noloco"),
-    ] = Field(default_factory=default_state_dir)
-    data: Annotated[
-        dict[str, str],
-        about("NAME=GLOB: the files of the data set named NAME in the spec."),
-        Flag(pair="NAME=GLOB, for example --data c4='/data/c4/*.json.gz'"),
-    ] = {}
-    models: Annotated[
-        dict[str, Annotated[str, AfterValidator(lambda folder: str(_absolute(Path(folder))))]],
-        about("NAME=FOLDER: the folder of the model or tokenizer named NAME in the spec."),
-        Flag(name="model", pair="NAME=FOLDER, for example --model llama=/models/llama"),
-    ] = {}
+    map_ports: Annotated[Literal["always", "never"], Flag(metavar="always|never")] = field(
+        "always", "Ask the router to forward both ports (by UPnP), unless --announce is given."
+    )
+    device: Annotated[str, _readable(_check_device)] = field("auto", f"Device to train on: {DEVICES}.")
+    threads: Annotated[int, Flag(default="chosen by torch")] = field(0, "Number of torch threads.", ge=0)
+    max_steps: Count | None = field(None, "Leave the run after this many inner steps.")
+    gpus: Count = field(1, "Number of GPUs that share this peer's model.")
+    precision: Literal["auto", "bf16", "fp32"] = field(
+        "auto", "Precision of the forward and backward passes; auto uses bf16 on GPUs that have bf16 instructions."
+    )
+    micro_batch: Annotated[int, Flag(default="as many as fit in memory")] = field(
+        0, "Number of sequences per forward and backward pass.", ge=0
+    )
+    compile: bool = field(False, "Compile the model with torch.compile.")
+    activation_checkpointing: bool = field(False, "Use less memory, at the cost of about a third more computation.")
+    offload_optimizer: bool = field(False, "Keep the optimizer's moments in main memory instead of GPU memory.")
+    keep_checkpoints: Count = field(2, "Number of checkpoints to keep.")
+    save_every_s: Seconds = field(600.0, "Seconds between two checkpoints.")
+    report_every_s: Seconds = field(10.0, "Seconds between two reports, each a line of output.")
+    max_upload: Rate = field("", "Limit on the total upload rate of swaps and fetches, for example 40mbit or 5MB/s.")
+    max_download: Rate = field("", "Limit on the total download rate of swaps and fetches, for example 100mbit.")
+    name: Annotated[str, AfterValidator(peer_name.check), Flag(default="none")] = field(
+        "", f"Public name of this peer (up to {peer_name.MAX_CHARS} characters). It does not prove your identity."
+    )
+    hide_contribution: bool = field(False, "Hide this peer's training time and token count from other peers.")
+    when: Annotated[str, _readable(parse_hours), Flag(metavar="always|idle|HH:MM-HH:MM")] = field(
+        "always",
+        "When to train: always, idle (only while other programs are barely using the processor), or between two "
+        "times of day, for example 22:00-07:00.",
+    )
+    push_to_hub: Annotated[str, _readable(_check_repository), Flag(metavar="OWNER/NAME", default="none")] = field(
+        "",
+        "Upload the last checkpoint to the Hugging Face hub when this peer leaves. If the repository "
+        "does not exist, a private one is created.",
+    )
+    state_dir: Annotated[AbsolutePath, Flag(default="~/.local/state/noloco")] = Field(
+        default_factory=default_state_dir, description="Folder for the identity, the checkpoints and the logs."
+    )
+    data: Annotated[dict[str, str], BeforeValidator(_pairs)] = field(
+        {}, "NAME=GLOB: the files of the data set named NAME in the spec."
+    )
+    models: Annotated[dict[str, AbsoluteFolder], BeforeValidator(_pairs), Flag(name="model")] = field(
+        {}, "NAME=FOLDER: the folder of the model or tokenizer named NAME in the spec."
+    )
     trackers: Annotated[
-        tuple[Literal["tensorboard", "wandb"], ...],
-        about("Tracker to log to, in addition to the JSONL file: tensorboard or wandb. Can be repeated."),
-        Flag(name="tracker"),
-    ] = ()
-    bootstrap: Annotated[
-        tuple[str, ...],
-        _readable(_check_bootstrap),
-        about("Address of a peer to join through (/ip4/../tcp/../p2p/..), or @FILE that contains it. Can be repeated."),
-        Flag(takes_file=True),
-    ] = ()
-    metrics: Annotated[
-        str,
-        _readable(lambda text: text and split_address(text)),
-        about("Serve /metrics for Prometheus at this address."),
-        Flag(metavar="HOST:PORT"),
-    ] = ""
-    stage: Annotated[
-        Annotated[int, Field(ge=0)] | None,
-        about("In a run with stages: the stage that this peer holds. Stage 0 reads the data."),
-        Flag(default="chosen automatically"),
-    ] = None
-    revive_from: Annotated[
-        AbsolutePath | None,
-        about("With --stage, start from this checkpoint or exported model if no peer holds that stage."),
-        Flag(metavar="CHECKPOINT|EXPORT"),
-    ] = None
-    max_memory: Annotated[
-        str,
-        _readable(parse_memory),
-        about("Maximum amount of main memory that this peer may use, for example 8GB."),
-        Flag(metavar="SIZE", default="no limit"),
-    ] = ""
-    run_key: Annotated[
-        AbsolutePath | None, about("File with the key of a private run, written by `noloco init --private`.")
-    ] = None
+        tuple[Literal["tensorboard", "wandb"], ...], BeforeValidator(_several), Flag(name="tracker")
+    ] = field((), "Tracker to log to, in addition to the JSONL file: tensorboard or wandb. Can be repeated.")
+    bootstrap: Annotated[tuple[str, ...], BeforeValidator(_several), _readable(_check_bootstrap)] = field(
+        (), "Address of a peer to join through (/ip4/../tcp/../p2p/..), or @FILE that contains it. Can be repeated."
+    )
+    metrics: Annotated[str, _readable(lambda text: text and split_address(text)), Flag(metavar="HOST:PORT")] = field(
+        "", "Serve /metrics for Prometheus at this address."
+    )
+    stage: Annotated[Annotated[int, Field(ge=0)] | None, Flag(default="chosen automatically")] = field(
+        None, "In a run with stages: the stage that this peer holds. Stage 0 reads the data."
+    )
+    revive_from: Annotated[AbsolutePath | None, Flag(metavar="CHECKPOINT|EXPORT")] = field(
+        None, "With --stage, start from this checkpoint or exported model if no peer holds that stage."
+    )
+    max_memory: Annotated[str, _readable(parse_memory), Flag(metavar="SIZE", default="no limit")] = field(
+        "", "Maximum amount of main memory that this peer may use, for example 8GB."
+    )
+    run_key: AbsolutePath | None = field(
+        None, "File with the key of a private run, written by `noloco init --private`."
+    )
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
 
     @classmethod
@@ -334,7 +289,7 @@ class PeerSettings(BaseModel):
         file = user_file()
         sources = {
             str(file): _from_file(file),
-            "environment": _from_environment(cls, os.environ),
+            "environment": _from_environment(cls),
             "flag": {name: value for name, value in (flags or {}).items() if value is not None},
         }
         settings, values, origins = cls(), dict[str, Any](), dict[str, str]()
@@ -365,19 +320,6 @@ class PeerSettings(BaseModel):
         return parse_rate(self.max_download)
 
     @property
-    def hours(self) -> tuple[int, int] | None:
-        """Return the minute of the day at which training may start, and the minute at which it must stop.
-
-        None means that the peer can train at any time of day.
-        """
-        return parse_hours(self.when)
-
-    @property
-    def max_memory_bytes(self) -> int | None:
-        """Return `max_memory` in bytes, or None if there is no limit."""
-        return parse_memory(self.max_memory)
-
-    @property
     def listen_host(self) -> str:
         """Return the IP address that gRPC and libp2p listen on."""
         return split_address(self.listen)[0]
@@ -401,6 +343,11 @@ class PeerSettings(BaseModel):
         return split_announced(self.announce)
 
 
+def _from_environment(model: type[PeerSettings]) -> dict[str, str]:
+    variables = {name: ENVIRONMENT_PREFIX + name.upper() for name in model.model_fields}
+    return {name: os.environ[variable] for name, variable in variables.items() if variable in os.environ}
+
+
 def _from_file(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
@@ -408,17 +355,3 @@ def _from_file(path: Path) -> dict[str, Any]:
         return {}
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise SettingsError(f"{path} cannot be read as TOML: {error}") from None
-
-
-def _from_environment(model: type[PeerSettings], environment: Mapping[str, str]) -> dict[str, Any]:
-    """Read the NOLOCO_* variables, such as NOLOCO_LISTEN. Commas separate the values of a list and the pairs of a
-    table.
-    """
-    values: dict[str, Any] = {}
-    for name, field in model.model_fields.items():
-        text = environment.get(ENVIRONMENT_PREFIX + name.upper())
-        if text is not None:
-            several = kind_of(field.annotation) in (tuple, dict)
-            parts = [part for part in text.split(",") if part]
-            values[name] = Flag.of(name, field).parse(parts) if several else text
-    return values

@@ -32,9 +32,12 @@ MAX_STAGES = 64
 MAX_LAYERS = 4096  # bounded because counting the parameters of a model iterates over its layers
 
 
-def about(text: str) -> Any:
-    """Describe a field in one line, for its comment in a spec file, its row in docs/ and the help of its flag."""
-    return Field(description=text)
+def field(default: Any, about: str, **bounds: Any) -> Any:
+    """Define a field, with a line about it for its comment in a spec file, its row in docs/ and the help of its flag.
+
+    `bounds` are those of pydantic's `Field`.
+    """
+    return Field(default, description=about, **bounds)
 
 
 Positive = Annotated[int, Field(gt=0, le=10**12)]  # bounded so that a stranger's spec cannot cause an overflow
@@ -84,69 +87,58 @@ Name = Annotated[str, AfterValidator(_name)]
 
 
 class Section(BaseModel):
+    """A section of a spec. The first paragraph of its docstring is the comment on it in a spec file and its text in
+    docs/.
+    """
+
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class LoraSpec(Section):
-    """Low-rank adapters (arXiv 2106.09685). With a `rank` above 0, only the adapters are trained and sent."""
+    """Low-rank adapters (arXiv 2106.09685). With a rank above 0, the model is frozen, and only the adapters are trained
+    and sent.
+    """
 
-    rank: Annotated[
-        int, Field(ge=0), about("rank of the adapters; 0 means no adapters, so all weights are trained")
-    ] = 0
-    alpha: Annotated[PositiveFloat, about("the output of each adapter is multiplied by alpha / rank")] = 16.0
-    dropout: Annotated[float, Field(ge=0, lt=1), about("dropout on the input of each adapter")] = 0.0
-    targets: Annotated[
-        str, about("modules with adapters: 'all-linear', or comma-separated names such as 'q_proj,v_proj'")
-    ] = "all-linear"
-    base_dtype: Annotated[Literal["fp32", "bf16"], about("dtype of the frozen weights; bf16 halves their memory")] = (
-        "fp32"
+    rank: int = field(0, "rank of the adapters; 0 means no adapters, so all weights are trained", ge=0)
+    alpha: PositiveFloat = field(16.0, "the output of each adapter is multiplied by alpha / rank")
+    dropout: float = field(0.0, "dropout on the input of each adapter", ge=0, lt=1)
+    targets: str = field(
+        "all-linear", "modules with adapters: 'all-linear', or comma-separated names such as 'q_proj,v_proj'"
     )
+    base_dtype: Literal["fp32", "bf16"] = field("fp32", "dtype of the frozen weights; bf16 halves their memory")
 
 
 class ModelSpec(Section):
     """A Llama of given sizes, or any causal language model by name (`pretrained`, with a `revision`)."""
 
-    pretrained: Annotated[
-        Name, about("OWNER/NAME on the hub, or a name bound with --model NAME=FOLDER; if empty, the sizes below apply")
-    ] = ""
-    revision: Annotated[
-        str, about("commit or tag of `pretrained`; set it so that all peers start with the same weights")
-    ] = ""
-    random_weights: Annotated[
-        bool, about("if true, use only the architecture of `pretrained`, with random weights drawn from `seed`")
-    ] = False
-    vocab_size: Annotated[Size, about("vocabulary size; must not be smaller than the tokenizer's (384 for bytes)")] = (
-        384
+    pretrained: Name = field(
+        "", "OWNER/NAME on the hub, or a name bound with --model NAME=FOLDER; if empty, the sizes below apply"
     )
-    hidden_size: Annotated[Size, about("hidden width, a multiple of num_heads")] = 128
-    num_layers: Annotated[int, Field(gt=0, le=MAX_LAYERS), about("number of transformer blocks")] = 4
-    num_heads: Annotated[Size, about("number of attention heads; the usual width of a head is 32 to 128")] = 4
-    num_kv_heads: Annotated[
-        Size | None, about("number of key-value heads, by default num_heads; fewer heads use less memory")
-    ] = None
-    mlp_size: Annotated[Size, about("inner width of the MLP, usually 8/3 to 4 times hidden_size")] = 344
-    tied_embeddings: Annotated[
-        bool, about("use one matrix for the input and output embeddings, so that fewer parameters are sent")
-    ] = True
-    seed: Annotated[int, about("seed of the initial weights")] = 0
-    parameter_seeds: Annotated[
-        bool,
-        about(
-            "if true, each parameter has its own seed, derived from `seed` and the parameter's name; "
-            "required in runs with stages"
-        ),
-    ] = False
-    start: Annotated[
-        str,
-        Field(pattern=r"^(blake3:[0-9a-f]{64})?$"),
-        about("digest of the initial state of a forked run; set by `noloco fork`"),
-    ] = ""
-    lora: Annotated[
-        LoraSpec,
-        about(
-            "Low-rank adapters. With a rank above 0, the model is frozen, and only the adapters are trained and sent."
-        ),
-    ] = LoraSpec()
+    revision: str = field("", "commit or tag of `pretrained`; set it so that all peers start with the same weights")
+    random_weights: bool = field(
+        False, "if true, use only the architecture of `pretrained`, with random weights drawn from `seed`"
+    )
+    vocab_size: Size = field(384, "vocabulary size; must not be smaller than the tokenizer's (384 for bytes)")
+    hidden_size: Size = field(128, "hidden width, a multiple of num_heads")
+    num_layers: int = field(4, "number of transformer blocks", gt=0, le=MAX_LAYERS)
+    num_heads: Size = field(4, "number of attention heads; the usual width of a head is 32 to 128")
+    num_kv_heads: Size | None = field(
+        None, "number of key-value heads, by default num_heads; fewer heads use less memory"
+    )
+    mlp_size: Size = field(344, "inner width of the MLP, usually 8/3 to 4 times hidden_size")
+    tied_embeddings: bool = field(
+        True, "use one matrix for the input and output embeddings, so that fewer parameters are sent"
+    )
+    seed: int = field(0, "seed of the initial weights")
+    parameter_seeds: bool = field(
+        False,
+        "if true, each parameter has its own seed, derived from `seed` and the parameter's name; "
+        "required in runs with stages",
+    )
+    start: str = field(
+        "", "digest of the initial state of a forked run; set by `noloco fork`", pattern=r"^(blake3:[0-9a-f]{64})?$"
+    )
+    lora: LoraSpec = LoraSpec()
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> ModelSpec:
@@ -180,30 +172,26 @@ class ModelSpec(Section):
 class SourceSpec(Section):
     """A source of text: the built-in corpus, the hub, or a name that `--data NAME=GLOB` binds on each machine."""
 
-    source: Annotated[
-        str,
-        AfterValidator(_source),
-        about("'stdlib' (built in), 'hub:OWNER/NAME' (streamed), a name bound with --data NAME=GLOB, or 'mix'"),
-    ] = "stdlib"
-    subset: Annotated[str, about("subset of a hub data set")] = ""
-    revision: Annotated[str, about("commit or tag of a hub data set")] = ""
-    split: Annotated[str, about("training split of a hub data set")] = "train"
-    validation_split: Annotated[
-        str, about("validation split of a hub data set; if empty, documents of `split` are held out")
-    ] = "validation"
-    text_field: Annotated[
-        str,
-        about("name of the text field in JSON Lines or Parquet files; a field `input_ids` with token ids also works"),
-    ] = "text"
+    source: Annotated[str, AfterValidator(_source)] = field(
+        "stdlib", "'stdlib' (built in), 'hub:OWNER/NAME' (streamed), a name bound with --data NAME=GLOB, or 'mix'"
+    )
+    subset: str = field("", "subset of a hub data set")
+    revision: str = field("", "commit or tag of a hub data set")
+    split: str = field("train", "training split of a hub data set")
+    validation_split: str = field(
+        "validation", "validation split of a hub data set; if empty, documents of `split` are held out"
+    )
+    text_field: str = field(
+        "text", "name of the text field in JSON Lines or Parquet files; a field `input_ids` with token ids also works"
+    )
 
 
 class MixSpec(SourceSpec):
     """One source of a mixture. Its share of the tokens is its `weight` divided by the sum of all weights."""
 
-    weight: Annotated[
-        PositiveFloat,
-        about("weight of this source; its share of the tokens is its weight divided by the sum of all weights"),
-    ] = 1.0
+    weight: PositiveFloat = field(
+        1.0, "weight of this source; its share of the tokens is its weight divided by the sum of all weights"
+    )
 
     @field_validator("source")
     @classmethod
@@ -214,25 +202,26 @@ class MixSpec(SourceSpec):
 
 
 class DataSpec(SourceSpec):
-    """The training data and its tokenizer. There is one source, or several in `mix` if `source` is "mix"."""
+    """The training data and its tokenizer. A spec refers to data by name and contains no paths, because paths differ
+    between machines. There is one source, or several in `mix` if `source` is "mix".
+    """
 
-    tokenizer: Annotated[
-        Name, about("'bytes' (no download), OWNER/NAME on the hub, or a name bound with --model NAME=FOLDER")
-    ] = "bytes"
-    tokenizer_revision: Annotated[
-        str, about("commit or tag of the tokenizer; set it so that all peers use the same version")
-    ] = ""
-    sequence_length: Annotated[Size, about("tokens per sequence")] = 256
-    holdout: Annotated[
-        float,
-        Field(gt=0, lt=0.5),
-        about("fraction of the documents that is held out for validation if the source has no validation split"),
-    ] = 0.02
-    mix: Annotated[
-        tuple[MixSpec, ...],
-        Field(max_length=64),
-        about("sources of a mixture; each [[data.mix]] table has a source, a weight and the other fields of a source"),
-    ] = ()
+    tokenizer: Name = field(
+        "bytes", "'bytes' (no download), OWNER/NAME on the hub, or a name bound with --model NAME=FOLDER"
+    )
+    tokenizer_revision: str = field("", "commit or tag of the tokenizer; set it so that all peers use the same version")
+    sequence_length: Size = field(256, "tokens per sequence")
+    holdout: float = field(
+        0.02,
+        "fraction of the documents that is held out for validation if the source has no validation split",
+        gt=0,
+        lt=0.5,
+    )
+    mix: tuple[MixSpec, ...] = field(
+        (),
+        "sources of a mixture; each [[data.mix]] table has a source, a weight and the other fields of a source",
+        max_length=64,
+    )
 
     @model_validator(mode="after")
     def _mixture_is_named(self) -> DataSpec:
@@ -253,24 +242,19 @@ class TrainSpec(Section):
     progress.
     """
 
-    total_steps: Annotated[Positive, about("inner steps of one peer over the whole learning rate schedule")] = 60_000
-    batch_size: Annotated[Size, about("sequences per inner step of one peer")] = 16
-    learning_rate: Annotated[
-        PositiveFloat, about("peak learning rate; a higher peak increases the spread of the replicas")
-    ] = 1e-3
-    min_learning_rate: Annotated[float, Field(ge=0, le=1), about("final learning rate, as a fraction of the peak")] = (
-        0.1
+    total_steps: Positive = field(60_000, "inner steps of one peer over the whole learning rate schedule")
+    batch_size: Size = field(16, "sequences per inner step of one peer")
+    learning_rate: PositiveFloat = field(1e-3, "peak learning rate; a higher peak increases the spread of the replicas")
+    min_learning_rate: float = field(0.1, "final learning rate, as a fraction of the peak", ge=0, le=1)
+    warmup_steps: int = field(100, "inner steps of linear warm-up", ge=0)
+    weight_decay: NonNegative = field(0.0, "weight decay of matrices; the paper uses none")
+    clip_norm: PositiveFloat = field(1.0, "maximum norm of the gradient; larger gradients are scaled down")
+    adam_beta1: float = field(0.9, "decay rate of the first moment", ge=0, lt=1)
+    adam_beta2: float = field(0.95, "decay rate of the second moment", ge=0, lt=1)
+    inner_optimizer: Literal["adamw", "muon"] = field(
+        "adamw", "adamw or muon; muon applies Muon to hidden matrices, and AdamW to embeddings, the head and vectors"
     )
-    warmup_steps: Annotated[int, Field(ge=0), about("inner steps of linear warm-up")] = 100
-    weight_decay: Annotated[NonNegative, about("weight decay of matrices; the paper uses none")] = 0.0
-    clip_norm: Annotated[PositiveFloat, about("maximum norm of the gradient; larger gradients are scaled down")] = 1.0
-    adam_beta1: Annotated[float, Field(ge=0, lt=1), about("decay rate of the first moment")] = 0.9
-    adam_beta2: Annotated[float, Field(ge=0, lt=1), about("decay rate of the second moment")] = 0.95
-    inner_optimizer: Annotated[
-        Literal["adamw", "muon"],
-        about("adamw or muon; muon applies Muon to hidden matrices, and AdamW to embeddings, the head and vectors"),
-    ] = "adamw"
-    muon_momentum: Annotated[float, Field(ge=0, lt=1), about("momentum of Muon")] = 0.95
+    muon_momentum: float = field(0.95, "momentum of Muon", ge=0, lt=1)
 
     @model_validator(mode="after")
     def _warmup_fits(self) -> TrainSpec:
@@ -286,44 +270,31 @@ class OuterSpec(Section):
     `wait`, peers use the algorithm of the NoLoCo paper (arXiv 2506.10911).
     """
 
-    min_inner_steps: Annotated[
-        Positive | Literal["auto"],
-        about(
-            "least number of inner steps from one swap to the next; "
-            '"auto" keeps the time for copying, coding and adding at 2 %'
-        ),
-    ] = "auto"
-    alpha: Annotated[
-        float,
-        Field(ge=0, lt=1),
-        about("fraction of the outer momentum kept in each outer step; the paper uses 0.5"),
-    ] = 0.0
-    beta: Annotated[PositiveFloat, about("coefficient of the outer gradient in the outer step; the paper uses 0.7")] = (
-        1.0
+    min_inner_steps: Positive | Literal["auto"] = field(
+        "auto",
+        "least number of inner steps from one swap to the next; "
+        '"auto" keeps the time for copying, coding and adding at 2 %',
     )
-    gamma: Annotated[
-        PositiveFloat | None,
-        about(
-            "strength of the pull toward the partner's weights in the outer step; if it is not set, it equals beta, as "
-            "in the paper's experiments; another value needs `wait`, and values that make training diverge are rejected"
-        ),
-    ] = None
-    inner_steps: Annotated[
-        Positive, about("inner steps between two outer steps, if alpha is above 0, beta is not 1, or `wait` is set")
-    ] = 50
-    wait: Annotated[
-        bool,
-        about("use the paper's algorithm: after every `inner_steps`, training waits until all weights are swapped"),
-    ] = False
-    max_wait_s: Annotated[NonNegative, about("longest wait for a swap, in seconds, if `wait` is set")] = 60.0
-    swap_momentum: Annotated[bool, about("also average the outer momentum, if `wait` is set")] = False
-    closing_mixings: Annotated[
-        Annotated[int, Field(ge=0, le=64)] | Literal["auto"],
-        about(
-            "how often each part of the weights is mixed without training at the end of the run; "
-            '"auto" means log2 of the number of peers, plus 3'
-        ),
-    ] = "auto"
+    alpha: float = field(0.0, "fraction of the outer momentum kept in each outer step; the paper uses 0.5", ge=0, lt=1)
+    beta: PositiveFloat = field(1.0, "coefficient of the outer gradient in the outer step; the paper uses 0.7")
+    gamma: PositiveFloat | None = field(
+        None,
+        "strength of the pull toward the partner's weights in the outer step; if it is not set, it equals beta, as "
+        "in the paper's experiments; another value needs `wait`, and values that make training diverge are rejected",
+    )
+    inner_steps: Positive = field(
+        50, "inner steps between two outer steps, if alpha is above 0, beta is not 1, or `wait` is set"
+    )
+    wait: bool = field(
+        False, "use the paper's algorithm: after every `inner_steps`, training waits until all weights are swapped"
+    )
+    max_wait_s: NonNegative = field(60.0, "longest wait for a swap, in seconds, if `wait` is set")
+    swap_momentum: bool = field(False, "also average the outer momentum, if `wait` is set")
+    closing_mixings: Annotated[int, Field(ge=0, le=64)] | Literal["auto"] = field(
+        "auto",
+        "how often each part of the weights is mixed without training at the end of the run; "
+        '"auto" means log2 of the number of peers, plus 3',
+    )
 
     @property
     def pull(self) -> float:
@@ -393,55 +364,45 @@ class OuterSpec(Section):
 
 
 class CodecSpec(Section):
-    """How the weights are encoded for swaps."""
+    """How weights are encoded for swaps."""
 
-    weights: Annotated[
-        StateCodecName,
-        about(
-            "codec of the weights; modulo takes half as many bytes as int8 while the partners' weights are close, and "
-            "is more accurate"
-        ),
-    ] = "modulo"
+    weights: StateCodecName = field(
+        "modulo",
+        f"codec of the weights: {STATE_CODECS}; modulo takes half as many bytes as int8 while the partners' weights "
+        "are close, and is more accurate",
+    )
 
 
 class EvaluateSpec(Section):
-    """Perplexity on the same held-out sequences for every peer."""
+    """The evaluation: perplexity on held-out sequences, which are the same for all peers."""
 
-    every_steps: Annotated[Positive, about("inner steps of a peer between two evaluations")] = 500
-    num_sequences: Annotated[Size, about("held-out sequences per evaluation")] = 64
+    every_steps: Positive = field(500, "inner steps of a peer between two evaluations")
+    num_sequences: Size = field(64, "held-out sequences per evaluation")
 
 
 class PipelineSpec(Section):
-    """A pipeline, for a model that is too large for a single peer.
+    """The stages of a model that is too large for one peer. `noloco init --stages N` writes this section.
 
     The consecutive blocks of the model are divided into `stages` stages, and each peer holds one of them. With one
     stage, each peer holds all blocks.
     """
 
-    stages: Annotated[
-        int, Field(ge=1, le=MAX_STAGES), about("number of stages; with 1, every peer holds the whole model")
-    ] = 1
-    cut: Annotated[
-        tuple[int, ...] | Literal["auto"],
-        about(
-            'number of blocks in each stage; stage 0 also holds the vocabulary; "auto" means that the model has not '
-            "been cut yet"
-        ),
-    ] = "auto"
-    microbatch: Annotated[
-        Size, about("number of sequences in a microbatch, which passes through the stages as a unit")
-    ] = 1
-    activations: Annotated[
-        ActivationCodecName,
-        about(f"codec of the activations that a stage sends to the next stage: {ACTIVATION_CODECS}"),
-    ] = "int8"
-    gradients: Annotated[
-        ActivationCodecName, about("codec of the gradients of activations that a stage sends to the previous stage")
-    ] = "int8"
-    routing: Annotated[
-        Literal["random", "fast"],
-        about("how the replica for a microbatch is chosen: at random (random) or by measured speed (fast)"),
-    ] = "random"
+    stages: int = field(1, "number of stages; with 1, every peer holds the whole model", ge=1, le=MAX_STAGES)
+    cut: tuple[int, ...] | Literal["auto"] = field(
+        "auto",
+        'number of blocks in each stage; stage 0 also holds the vocabulary; "auto" means that the model has not '
+        "been cut yet",
+    )
+    microbatch: Size = field(1, "number of sequences in a microbatch, which passes through the stages as a unit")
+    activations: ActivationCodecName = field(
+        "int8", f"codec of the activations that a stage sends to the next stage: {ACTIVATION_CODECS}"
+    )
+    gradients: ActivationCodecName = field(
+        "int8", "codec of the gradients of activations that a stage sends to the previous stage"
+    )
+    routing: Literal["random", "fast"] = field(
+        "random", "how the replica for a microbatch is chosen: at random (random) or by measured speed (fast)"
+    )
 
     @field_validator("cut", mode="before")
     @classmethod
@@ -468,27 +429,22 @@ class Spec(Section):
     spec of `noloco join`.
     """
 
-    version: Annotated[Literal[1], about("version of the spec format")] = SPEC_VERSION
-    name: Annotated[
-        str,
-        Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$"),
-        about(
-            "name of the run: letters, digits, '.', '_' and '-'; a run is identified by its name and its spec's digest"
-        ),
-    ]
-    run_key: Annotated[
-        str,
-        Field(pattern=r"^(12D3KooW[1-9A-HJ-NP-Za-km-z]{44})?$"),
-        about(
-            "id of the key that signs invitations to a private run, set by `noloco init --private`; "
-            "if empty, anybody can join"
-        ),
-    ] = ""
-    outer: Annotated[
-        OuterSpec,
-        about("How a peer mixes its weights with those of random live peers."),
-    ] = OuterSpec()
-    codec: Annotated[CodecSpec, about(f"How weights are encoded for swaps: {STATE_CODECS}.")] = CodecSpec()
+    version: Literal[1] = field(SPEC_VERSION, "version of the spec format")
+    name: str = field(
+        ...,
+        "name of the run: letters, digits, '.', '_' and '-'; a run is identified by its name and its spec's digest",
+        min_length=1,
+        max_length=64,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+    )
+    run_key: str = field(
+        "",
+        "id of the key that signs invitations to a private run, set by `noloco init --private`; "
+        "if empty, anybody can join",
+        pattern=r"^(12D3KooW[1-9A-HJ-NP-Za-km-z]{44})?$",
+    )
+    outer: OuterSpec = OuterSpec()
+    codec: CodecSpec = CodecSpec()
 
     @property
     def schedule_steps(self) -> int:
@@ -597,9 +553,7 @@ class Spec(Section):
 class RunSpec(Spec):
     """The spec of a training script, which defines its model, data and inner optimizer outside the spec."""
 
-    total_steps: Annotated[Positive, about("inner steps that one peer takes while its progress goes from 0 to 1")] = (
-        60_000
-    )
+    total_steps: Positive = field(60_000, "inner steps that one peer takes while its progress goes from 0 to 1")
 
     @property
     def schedule_steps(self) -> int:
@@ -609,24 +563,11 @@ class RunSpec(Spec):
 class TrainerSpec(Spec):
     """The spec of a language model that `noloco join` trains."""
 
-    model: Annotated[
-        ModelSpec, about("A Llama model of the given size, or any causal language model specified by name.")
-    ] = ModelSpec()
-    data: Annotated[
-        DataSpec,
-        about(
-            "The training data. A spec refers to data by name and contains no paths, because paths "
-            "differ between machines."
-        ),
-    ] = DataSpec()
-    train: Annotated[TrainSpec, about("The inner optimization, which each peer performs on its own.")] = TrainSpec()
-    evaluate: Annotated[
-        EvaluateSpec, about("The evaluation: perplexity on held-out sequences, which are the same for all peers.")
-    ] = EvaluateSpec()
-    pipeline: Annotated[
-        PipelineSpec,
-        about("The stages of a model that is too large for one peer. `noloco init --stages N` writes this section."),
-    ] = PipelineSpec()
+    model: ModelSpec = ModelSpec()
+    data: DataSpec = DataSpec()
+    train: TrainSpec = TrainSpec()
+    evaluate: EvaluateSpec = EvaluateSpec()
+    pipeline: PipelineSpec = PipelineSpec()
 
     @model_validator(mode="after")
     def _stages_fit_the_model(self) -> TrainerSpec:

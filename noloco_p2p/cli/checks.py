@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -29,14 +29,12 @@ SHOWN_CHARS = 300
 
 @takes_settings("listen", "announce", "max_upload", "max_download", "state_dir", "data", "models")
 def doctor(
-    run: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[SPEC.toml|TICKET]",
-            help="Check whether this machine can take part in this run. With a ticket (or @FILE containing one), "
-            "also check the swarm.",
-        ),
-    ] = None,
+    run: str | None = typer.Argument(
+        None,
+        metavar="[SPEC.toml|TICKET]",
+        help="Check whether this machine can take part in this run. With a ticket (or @FILE containing one), "
+        "also check the swarm.",
+    ),
     *,
     settings: PeerSettings,
     as_json: Json = False,
@@ -109,9 +107,9 @@ def _data() -> None:
 @data.command()
 @takes_settings("data", "models")
 def check(
-    file: Annotated[Path, typer.Argument(metavar="SPEC.toml", help="The run spec.")],
     settings: PeerSettings,
-    full: Annotated[bool, typer.Option("--full", help="Read all rows of every file, not only the first rows.")] = False,
+    file: Path = typer.Argument(..., metavar="SPEC.toml", help="The run spec."),
+    full: bool = typer.Option(False, "--full", help="Read all rows of every file, not only the first rows."),
     as_json: Json = False,
 ) -> None:
     """Show samples of the data, the reading speed, and faults in the files. The exit code is 1 if there are faults."""

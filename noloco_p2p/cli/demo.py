@@ -10,7 +10,7 @@ import tempfile
 import time
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -21,73 +21,56 @@ from noloco_p2p.telemetry.console import counted, duration, terminal
 if TYPE_CHECKING:
     from rich.console import Group
 
-    from noloco_p2p.demo import Demo, View
+    from noloco_p2p.demo import Demo
 
 PLAIN_EVERY_S = 5.0
 
 
 def demo(
-    peers: Annotated[
-        int | None,
-        typer.Option(
-            help="Number of peers, each in its own process.", min=1, max=64, show_default="4, or two per stage"
-        ),
-    ] = None,
-    stages: Annotated[
-        int, typer.Option(help="Cut the model into this many stages. Each peer holds one stage.", min=1, max=32)
-    ] = 1,
-    steps: Annotated[
-        int | None, typer.Option(help="Inner steps per peer.", min=20, show_default="as many as --minutes allows")
-    ] = None,
-    minutes: Annotated[
-        float, typer.Option(help="Choose the number of steps so that the demo takes about this many minutes.", min=1)
-    ] = 4.0,
+    peers: int | None = typer.Option(
+        None, help="Number of peers, each in its own process.", min=1, max=64, show_default="4, or two per stage"
+    ),
+    stages: int = typer.Option(
+        1, help="Cut the model into this many stages. Each peer holds one stage.", min=1, max=32
+    ),
+    steps: int | None = typer.Option(
+        None, help="Inner steps per peer.", min=20, show_default="as many as --minutes allows"
+    ),
+    minutes: float = typer.Option(
+        4.0, help="Choose the number of steps so that the demo takes about this many minutes.", min=1
+    ),
     changes: Changes = None,
-    port_base: Annotated[
-        int,
-        typer.Option(
-            help="Peer i listens on port PORT_BASE + 2 i. If PORT_BASE is 0, each peer uses free ports.",
-            min=0,
-            max=65000,
-        ),
-    ] = 0,
-    chaos: Annotated[
-        int | None,
-        typer.Option(
-            metavar="SEED",
-            help="Kill and restart peers during the demo. SEED determines which peers, and when.",
-            show_default=False,
-            min=0,
-        ),
-    ] = None,
-    keep: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Keep the logs and checkpoints in this folder.", show_default=False),
-    ] = None,
-    json_file: Annotated[
-        Path | None,
-        typer.Option("--json", metavar="FILE", help="Write the report to FILE as JSON.", show_default=False),
-    ] = None,
+    chaos: int | None = typer.Option(
+        None,
+        metavar="SEED",
+        help="Kill and restart peers during the demo. SEED determines which peers, and when.",
+        show_default=False,
+        min=0,
+    ),
+    keep: Path | None = typer.Option(
+        None, metavar="DIR", help="Keep the logs and checkpoints in this folder.", show_default=False
+    ),
+    json_file: Path | None = typer.Option(
+        None, "--json", metavar="FILE", help="Write the report to FILE as JSON.", show_default=False
+    ),
 ) -> None:
     """Train a small model with a swarm of real peers on this machine, and print a report."""
-    from noloco_p2p.demo import Demo, DemoPlan, report_lines
+    from noloco_p2p.demo import Demo, report_lines
 
     entry.check_writable(json_file, flag="--json")
     values = parse_changes(changes)
     folder = keep or Path(tempfile.mkdtemp(prefix="noloco-demo-"))
-    plan = DemoPlan(
+    swarm = Demo(
         folder.absolute(),
         num_peers=peers or (2 * stages if stages > 1 else 4),
         num_stages=stages,
-        num_steps=steps,
+        num_steps=steps or 0,
         minutes=minutes,
-        port_base=port_base,
         changes=values,
         chaos_seed=chaos,
     )
-    swarm = Demo(plan)
     each = f", each with one of the {stages} stages of a model," if stages > 1 else ""
-    print(f"{counted(plan.num_peers, 'peer')}{each} on this machine; logs: {folder}/peer-*/log.txt", flush=True)
+    print(f"{counted(swarm.num_peers, 'peer')}{each} on this machine; logs: {folder}/peer-*/log.txt", flush=True)
     if keep is None:
         print("(logs and checkpoints are deleted at the end; --keep DIR keeps them)", flush=True)
     # SIGINT and SIGTERM end the demo, which then stops its peers.
@@ -126,46 +109,46 @@ def _watch(swarm: Demo) -> None:
     screen = Live(console=console, auto_refresh=False) if console.is_terminal else None
     doing, next_s, is_planned = "", 0.0, False
     with screen or nullcontext():
-        for view in swarm.run():
+        for _ in swarm.run():
             if swarm.num_steps and not is_planned:
                 is_planned = True
-                print(_plan_line(swarm), flush=True)
+                who = "peer" if swarm.num_stages == 1 else "head (peer of stage 0)"
+                plan = f"each {who} takes {swarm.num_steps} inner steps"
+                if swarm.step_s is not None:
+                    plan = f"an inner step takes {swarm.step_s:.2g} s on this machine: {plan} in about "
+                    plan += f"{swarm.minutes:g} minutes"
+                print(plan, flush=True)
             now_s = time.monotonic()
             if screen:
-                screen.update(_drawn(view), refresh=True)
-            elif view.doing != doing or now_s >= next_s:
-                doing, next_s = view.doing, now_s + PLAIN_EVERY_S
-                summary = f"; {view.summary}" if view.summary else ""
-                print(f"after {now_s - began_s:.0f} s: {_told(view)}{summary}", flush=True)
+                screen.update(_drawn(swarm), refresh=True)
+            elif swarm.doing != doing or now_s >= next_s:
+                doing, next_s = swarm.doing, now_s + PLAIN_EVERY_S
+                summary = f"; {swarm.summary()}" if swarm.summary() else ""
+                print(f"after {now_s - began_s:.0f} s: {_told(swarm)}{summary}", flush=True)
 
 
-def _plan_line(swarm: Demo) -> str:
-    who = "peer" if swarm.plan.num_stages == 1 else "head (peer of stage 0)"
-    steps = f"each {who} takes {swarm.num_steps} inner steps"
-    if swarm.step_s is None:
-        return steps
-    return f"an inner step takes {swarm.step_s:.2g} s on this machine: {steps} in about {swarm.plan.minutes:g} minutes"
-
-
-def _told(view: View) -> str:
+def _told(swarm: Demo) -> str:
     """Describe the progress, for example `training: step 120 of 480, 2 min 30 s left`."""
-    if not view.total:
-        return view.doing
-    left = "" if view.left_s is None else f", {duration(view.left_s)} left"
-    return f"{view.doing}: step {view.done} of {view.total}{left}"
+    if not swarm.num_steps:
+        return swarm.doing
+    left = "" if swarm.left_s is None else f", {duration(swarm.left_s)} left"
+    return f"{swarm.doing}: step {swarm.done} of {swarm.num_steps}{left}"
 
 
-def _drawn(view: View) -> Group:
+def _drawn(swarm: Demo) -> Group:
     from rich.console import Group
     from rich.progress_bar import ProgressBar
     from rich.table import Table
 
     bar = Table.grid(padding=(0, 1))
     # Before training begins, the progress is unknown, so the bar pulses.
-    bar.add_row(ProgressBar(total=view.total or None, completed=view.done, width=30, pulse=not view.done), _told(view))
-    table = Table(box=None, pad_edge=False)
-    for column in view.columns:
+    done = swarm.done
+    bar.add_row(ProgressBar(total=swarm.num_steps or None, completed=done, width=30, pulse=not done), _told(swarm))
+    if not swarm.num_steps:
+        return Group(bar)
+    table, rows = Table(box=None, pad_edge=False), swarm.table()
+    for column in rows[0]:
         table.add_column(column, justify="left" if column in ("peer", "state", "last swap with") else "right")
-    for row in view.rows:
-        table.add_row(*row)
-    return Group(bar, table) if view.rows else Group(bar)
+    for row in rows:
+        table.add_row(*row.values())
+    return Group(bar, table)

@@ -10,14 +10,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import IO, TYPE_CHECKING
 
 import typer
 
 from noloco_p2p.cli import entry
 from noloco_p2p.cli import gpus as gpus_of_peer
 from noloco_p2p.cli.options import takes_settings
-from noloco_p2p.control import FolderLock
+from noloco_p2p.control import hold
 from noloco_p2p.errors import Left, RankError, printable
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.ticket import Ticket
@@ -37,18 +37,15 @@ ASKED = b"leaving after this inner step (press Ctrl-C again to exit immediately,
 
 @takes_settings()
 def join(
-    run: Annotated[
-        str,
-        typer.Argument(
-            metavar="SPEC.toml|TICKET",
-            help="A run spec to start a run, or a ticket (or @FILE containing one) to join an existing run.",
-        ),
-    ],
     settings: PeerSettings,
-    ticket_file: Annotated[
-        Path | None,
-        typer.Option(help="Write this peer's ticket to FILE, for use with `noloco join @FILE`.", show_default=False),
-    ] = None,
+    run: str = typer.Argument(
+        ...,
+        metavar="SPEC.toml|TICKET",
+        help="A run spec to start a run, or a ticket (or @FILE containing one) to join an existing run.",
+    ),
+    ticket_file: Path | None = typer.Option(
+        None, help="Write this peer's ticket to FILE, for use with `noloco join @FILE`.", show_default=False
+    ),
 ) -> None:
     """Start or join a run, and train. Ctrl-C leaves cleanly, and the same command resumes later."""
     own = gpus_of_peer.own_rank()
@@ -68,20 +65,12 @@ def join(
 
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, interrupt)
-    lock = FolderLock(settings.state_dir)
-    lock.acquire()  # so that `noloco status` and `noloco leave` find a peer that is starting
-    try:
+    with hold(settings.state_dir) as lock:  # so that `noloco status` and `noloco leave` find a peer that is starting
         _say("starting (loading torch and hivemind takes a few seconds)")
-        from noloco_p2p.trainer.compute import choose_device
-
-        choose_device(settings.device, own.gpu if own else None)
-        if isinstance(target, Ticket):
-            _say(f"looking for live peers of run {target.run_name}")
-        _train(target, settings, ticket_file, own, lock, interrupts)
-    except Left:
-        _say("left before training began; run the same command to resume the download")
-    finally:
-        lock.release()
+        try:
+            _train(target, settings, ticket_file, own, lock, interrupts)
+        except Left:
+            _say("left before training began; run the same command to resume the download")
 
 
 def _train(
@@ -89,13 +78,13 @@ def _train(
     settings: PeerSettings,
     ticket_file: Path | None,
     own: OwnRank | None,
-    lock: FolderLock,
+    lock: IO[bytes],
     interrupts: list[int],
 ) -> None:
     """Train until the run is done or the peer is asked to leave. Raises Left if the peer is asked to leave before
     training begins.
 
-    `lock` is released just before `Peer.join` acquires the lock of the same folder. `interrupts` are the signals that
+    `lock` is closed just before `Peer.join` locks the same folder. `interrupts` are the signals that
     have arrived before training.
     """
     from noloco_p2p.devices import describe
@@ -109,7 +98,9 @@ def _train(
     from noloco_p2p.trainer.stage_trainer import StageTrainer
 
     here = choose_device(settings.device, own.gpu if own else None)
-    lock.release()
+    if isinstance(target, Ticket):
+        _say(f"looking for live peers of run {target.run_name}")
+    lock.close()
     with (
         told(),
         Ranks(own.rank, own.num_ranks, here) if own else nullcontext() as ranks,
@@ -186,7 +177,7 @@ def _check(target: TrainerSpec | Ticket, settings: PeerSettings) -> None:
     """Check the settings and ports before the slow imports."""
     from noloco_p2p.peer.run_folder import Ports
 
-    FolderLock(settings.state_dir).check()
+    hold(settings.state_dir).close()
     Ports(settings).check()
     if settings.push_to_hub:
         from noloco_p2p.trainer.export import claim_repo

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from noloco_p2p.cli.options import Json, parse_duration, print_json, takes_settings
-from noloco_p2p.control import FolderLock, ask
+from noloco_p2p.control import ask, is_held
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.telemetry.console import count, counted, duration, loss, mib, named, numbered_stages, percent
 from noloco_p2p.telemetry.metrics import FAILED
@@ -23,20 +23,25 @@ POLL_S = 0.1
 @takes_settings("state_dir")
 def status(settings: PeerSettings, as_json: Json = False) -> None:
     """Show what the peer on this machine is doing. The exit code is 1 if none is running."""
-    folder = settings.state_dir
-    reply = ask(folder, "status")
-    if reply is None:
-        is_starting = FolderLock(folder).is_held()
-        if as_json:
-            print_json({"state": "starting" if is_starting else "not running"})
-        else:
-            print(f"a peer is starting in {folder}" if is_starting else f"no peer is running in {folder}")
-        raise typer.Exit(0 if is_starting else 1)
+    reply = ask(settings.state_dir, "status")
     if as_json:
-        print_json(reply)
-        return
-    for line in bootstrap_lines(reply) if reply["state"] == "bootstrap" else status_lines(reply):
-        print(line)
+        state = "starting" if is_held(settings.state_dir) else "not running"
+        print_json({"state": state} if reply is None else reply)
+    elif reply is not None:
+        print("\n".join(bootstrap_lines(reply) if reply["state"] == "bootstrap" else status_lines(reply)))
+    else:
+        _say_absent(settings.state_dir)
+    if reply is None:
+        raise typer.Exit(0 if is_held(settings.state_dir) else 1)
+
+
+def _say_absent(folder: Path) -> None:
+    """Say why no peer answers."""
+    print(
+        f"the peer in {folder} is still starting and cannot answer yet; try again, or stop it with Ctrl-C"
+        if is_held(folder)
+        else f"no peer is running in {folder}"
+    )
 
 
 def bootstrap_lines(reply: dict[str, Any]) -> list[str]:
@@ -133,19 +138,15 @@ def _shown(value: Any) -> str:
 @takes_settings("state_dir")
 def leave(
     settings: PeerSettings,
-    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for the peer to exit.")] = 120.0,
+    timeout_s: float = typer.Option(120.0, "--timeout", help="Seconds to wait for the peer to exit."),
 ) -> None:
     """Ask the peer on this machine to leave, and wait until it has exited."""
-    folder = settings.state_dir
+    folder, until_s = settings.state_dir, time.monotonic() + timeout_s
     reply = ask(folder, "leave")
-    lock, until_s = FolderLock(folder), time.monotonic() + timeout_s
     if reply is None:
-        if lock.is_held():
-            print(f"the peer in {folder} is still starting and cannot answer yet; try again, or stop it with Ctrl-C")
-            raise typer.Exit(1)
-        print(f"no peer is running in {folder}")
-        return
-    while lock.is_held():
+        _say_absent(folder)
+        raise typer.Exit(1 if is_held(folder) else 0)
+    while is_held(folder):
         if time.monotonic() > until_s:
             print(f"the peer (process {reply['pid']}) was asked to leave but did not exit within {timeout_s:.0f} s")
             raise typer.Exit(1)
@@ -185,10 +186,7 @@ def _ask_trainer(folder: Path, verb: str) -> dict[str, Any]:
     """Send a command to the peer, and return the answer. Exit with code 1 if there is no peer that trains."""
     reply = ask(folder, verb)
     if reply is None:
-        is_starting = FolderLock(folder).is_held()
-        print(
-            f"the peer in {folder} is still starting; try again" if is_starting else f"no peer is running in {folder}"
-        )
+        _say_absent(folder)
         raise typer.Exit(1)
     if "error" in reply:  # a bootstrap node
         print(f"the process in {folder} is not a training peer, so it cannot be {verb}d")
@@ -213,14 +211,14 @@ def _wait_for(state: str, folder: Path, *, timeout_s: float) -> None:
 
 @takes_settings("state_dir")
 def ban(
-    peer_id: Annotated[
-        str | None, typer.Argument(help="The id of the peer to ban (12D3Koo...). Without it, all bans are listed.")
-    ] = None,
-    reason: Annotated[
-        str, typer.Option(help="The reason, as shown to the peer and in the log.")
-    ] = "manual ban by this peer's owner",
-    for_: Annotated[str, typer.Option("--for", help="How long the ban lasts, for example 30min, 12h or 7d.")] = "7d",
-    lift: Annotated[bool, typer.Option("--lift", help="Lift the ban on this peer.")] = False,
+    peer_id: str | None = typer.Argument(
+        None, help="The id of the peer to ban (12D3Koo...). Without it, all bans are listed."
+    ),
+    reason: str = typer.Option(
+        "manual ban by this peer's owner", help="The reason, as shown to the peer and in the log."
+    ),
+    for_: str = typer.Option("7d", "--for", help="How long the ban lasts, for example 30min, 12h or 7d."),
+    lift: bool = typer.Option(False, "--lift", help="Lift the ban on this peer."),
     *,
     settings: PeerSettings,
     as_json: Json = False,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -23,14 +23,12 @@ if TYPE_CHECKING:
 
 @takes_settings("data", "models", "device")
 def evaluate(
-    checkpoints: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="CHECKPOINT...",
-            help="Checkpoints or run folders. If there are several, their mean is also evaluated.",
-        ),
-    ],
     settings: PeerSettings,
+    checkpoints: list[Path] = typer.Argument(
+        ...,
+        metavar="CHECKPOINT...",
+        help="Checkpoints or run folders. If there are several, their mean is also evaluated.",
+    ),
     as_json: Json = False,
 ) -> None:
     """Measure the perplexity of each peer's weights and of the merged model on the held-out sequences of the run."""
@@ -70,26 +68,22 @@ def evaluate(
 
 @takes_settings("models")
 def export(
-    source: Annotated[
-        str, typer.Argument(metavar="CHECKPOINT|TICKET", help="A checkpoint folder or, with --merge, a ticket.")
-    ],
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The output folder, in Hugging Face format.")],
-    merge: Annotated[bool, typer.Option("--merge", help="Average the weights of live peers.")] = False,
-    adapters: Annotated[
-        bool, typer.Option("--adapters", help="For a LoRA run: write only the adapters, for peft.")
-    ] = False,
+    source: str = typer.Argument(
+        ..., metavar="CHECKPOINT|TICKET", help="A checkpoint folder or, with --merge, a ticket."
+    ),
+    folder: Path = typer.Argument(..., metavar="DIR", help="The output folder, in Hugging Face format."),
+    merge: bool = typer.Option(False, "--merge", help="Average the weights of live peers."),
+    adapters: bool = typer.Option(False, "--adapters", help="For a LoRA run: write only the adapters, for peft."),
     *,
     settings: PeerSettings,
-    sample: Annotated[
-        int | None, typer.Option(help="With --merge: the number of peers to average.", show_default="all", min=1)
-    ] = None,
-    push_to_hub: Annotated[
-        str,
-        typer.Option(
-            metavar="OWNER/NAME",
-            help="Upload the folder to this repository on the Hugging Face Hub. A new repository is private.",
-        ),
-    ] = "",
+    sample: int | None = typer.Option(
+        None, help="With --merge: the number of peers to average.", show_default="all", min=1
+    ),
+    push_to_hub: str = typer.Option(
+        "",
+        metavar="OWNER/NAME",
+        help="Upload the folder to this repository on the Hugging Face Hub. A new repository is private.",
+    ),
 ) -> None:
     """Write a model folder for the transformers library, from a checkpoint or from the live swarm."""
     from noloco_p2p.peer.run_folder import check_checkpoint_folder
@@ -180,12 +174,12 @@ def _check_adapters(spec: TrainerSpec, *, adapters: bool) -> None:
 
 @takes_settings("models", "state_dir")
 def fork(
-    source: Annotated[str, typer.Argument(metavar="SPEC.toml|TICKET", help="The run to fork.")],
-    new: Annotated[Path, typer.Argument(metavar="NEW.toml", help="Where to write the spec of the new run.")],
+    source: str = typer.Argument(..., metavar="SPEC.toml|TICKET", help="The run to fork."),
+    new: Path = typer.Argument(..., metavar="NEW.toml", help="Where to write the spec of the new run."),
     changes: Changes = None,
-    checkpoint: Annotated[
-        Path | None, typer.Option(help="Use this checkpoint instead of the newest one.", show_default=False)
-    ] = None,
+    checkpoint: Path | None = typer.Option(
+        None, help="Use this checkpoint instead of the newest one.", show_default=False
+    ),
     *,
     settings: PeerSettings,
 ) -> None:

@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -25,26 +25,18 @@ DEFAULT_WEB = "127.0.0.1:8080"
 
 
 def monitor(
-    ticket: Annotated[str, typer.Argument(help="A ticket for the run, or @FILE containing one.")],
-    watch: Annotated[bool, typer.Option("--watch", help="Keep updating until Ctrl-C.")] = False,
-    web: Annotated[
-        bool, typer.Option("--web", help="Serve a web page, /api/status and /metrics until Ctrl-C.")
-    ] = False,
-    listen: Annotated[
-        str | None,
-        typer.Option(help="HOST:PORT for --web. With port 0, a free port is used.", show_default=DEFAULT_WEB),
-    ] = None,
-    interval_s: Annotated[
-        float, typer.Option("--interval", help="Seconds between updates with --watch.", min=0.1)
-    ] = 2.0,
-    sort: Annotated[str, typer.Option(help="Column to sort by, for example loss.")] = "state",
-    descending: Annotated[bool, typer.Option("--descending", help="Sort in descending order.")] = False,
-    words: Annotated[
-        str,
-        typer.Option(
-            "--filter", metavar="TEXT", help="Show only peers whose id, name, state, partner or version contains TEXT."
-        ),
-    ] = "",
+    ticket: str = typer.Argument(..., help="A ticket for the run, or @FILE containing one."),
+    watch: bool = typer.Option(False, "--watch", help="Keep updating until Ctrl-C."),
+    web: bool = typer.Option(False, "--web", help="Serve a web page, /api/status and /metrics until Ctrl-C."),
+    listen: str | None = typer.Option(
+        None, help="HOST:PORT for --web. With port 0, a free port is used.", show_default=DEFAULT_WEB
+    ),
+    interval_s: float = typer.Option(2.0, "--interval", help="Seconds between updates with --watch.", min=0.1),
+    sort: str = typer.Option("state", help="Column to sort by, for example loss."),
+    descending: bool = typer.Option(False, "--descending", help="Sort in descending order."),
+    words: str = typer.Option(
+        "", "--filter", metavar="TEXT", help="Show only peers whose id, name, state, partner or version contains TEXT."
+    ),
     as_json: Json = False,
 ) -> None:
     """Show the whole swarm, based only on the records in the DHT."""

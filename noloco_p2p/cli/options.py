@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 
 from noloco_p2p.cli import entry
 from noloco_p2p.errors import SettingsError
-from noloco_p2p.settings import Flag, kind_of
+from noloco_p2p.settings import Flag, PeerSettings, kind_of
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Changes = Annotated[
@@ -28,24 +28,25 @@ def takes_settings(*names: str) -> Callable[[Callable[..., None]], Callable[...,
     """Replace the parameter `settings` of a command with the flags of the named settings, or of all settings by
     default.
 
-    The command receives an instance of the class with which the parameter is annotated. The instance also contains the
-    values from the other sources.
+    The command receives PeerSettings, which also contain the values from the other sources.
     """
+    fields = {name: PeerSettings.model_fields[name] for name in names or PeerSettings.model_fields}
 
     def decorate(verb: Callable[..., None]) -> Callable[..., None]:
         hints = get_type_hints(verb, include_extras=True)
-        fields = hints["settings"].model_fields
-        flags = {name: Flag.of(name, fields[name]) for name in names or fields}
 
         @wraps(verb)
         def run(**arguments: Any) -> None:
-            given = {name: _given(arguments.pop(name), flag) for name, flag in flags.items()}
-            verb(**arguments, settings=hints["settings"].load(given))
+            given = {name: arguments.pop(name) for name in fields}
+            for name, value in given.items():
+                if isinstance(value, list):  # empty if the flag was not given
+                    given[name] = [entry.resolve(word) for word in value] or None
+            verb(**arguments, settings=PeerSettings.load(given))
 
         parameters: list[inspect.Parameter] = []
         for own in inspect.signature(verb).parameters.values():
             if own.name == "settings":
-                parameters += [_option(name, fields[name]) for name in flags]
+                parameters += [_option(name, field) for name, field in fields.items()]
             else:
                 parameters.append(own.replace(kind=own.KEYWORD_ONLY, annotation=hints[own.name]))
         cast("Any", run).__signature__ = inspect.Signature(parameters)
@@ -59,20 +60,8 @@ def _option(name: str, field: FieldInfo) -> inspect.Parameter:
     flag, kind = Flag.of(name, field), kind_of(field.annotation)
     kind = list[str] if kind in (tuple, dict) else kind
     text = f"{field.description}  [default: {flag.default}]" if flag.default else field.description
-    option = typer.Option(flag.name, metavar=flag.metavar, help=text, show_default=False)
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
-    )
-
-
-def _given(value: Any, flag: Flag) -> Any:
-    """Convert a value from Typer to the type of its setting. None means that the flag was not given. Raises
-    SettingsError.
-    """
-    if not isinstance(value, list):
-        return value
-    words = [entry.resolve(word) for word in value] if flag.takes_file else value
-    return flag.parse(words) if words else None
+    option = typer.Option(None, flag.name, metavar=flag.metavar, help=text, show_default=False)
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=kind | None)
 
 
 def parse_duration(text: str, *, flag: str) -> float:

@@ -9,13 +9,13 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from noloco_p2p.cli import entry
 from noloco_p2p.cli.options import parse_duration, takes_settings
-from noloco_p2p.control import ControlServer, FolderLock, ask
+from noloco_p2p.control import answering, ask, hold
 from noloco_p2p.errors import SettingsError
 from noloco_p2p.settings import PeerSettings
 
@@ -28,32 +28,23 @@ log = logging.getLogger(__name__)
 
 @takes_settings("models")
 def init(
-    file: Annotated[Path, typer.Argument(help="Where to write the run spec.")] = Path("run.toml"),
-    preset: Annotated[
-        str,
-        typer.Option(
-            help="tiny, small, medium or large (the last three are the paper's sizes), or paper (the paper's "
-            "exact outer step)."
-        ),
-    ] = "tiny",
-    name: Annotated[str | None, typer.Option(help="Name of the run.", show_default="the preset")] = None,
-    private: Annotated[
-        bool,
-        typer.Option(
-            "--private", help="Let only peers with an invitation join. The run key is written next to the spec."
-        ),
-    ] = False,
-    stages: Annotated[
-        int,
-        typer.Option(min=1, help="Cut the model into this many stages, and print what each stage needs."),
-    ] = 1,
-    pretrained: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="The pretrained model and tokenizer to start from.", show_default=False),
-    ] = None,
+    file: Path = typer.Argument(Path("run.toml"), help="Where to write the run spec."),
+    preset: str = typer.Option(
+        "tiny",
+        help="tiny, small, medium or large (the last three are the paper's sizes), or paper (the paper's "
+        "exact outer step).",
+    ),
+    name: str | None = typer.Option(None, help="Name of the run.", show_default="the preset"),
+    private: bool = typer.Option(
+        False, "--private", help="Let only peers with an invitation join. The run key is written next to the spec."
+    ),
+    stages: int = typer.Option(1, min=1, help="Cut the model into this many stages, and print what each stage needs."),
+    pretrained: str | None = typer.Option(
+        None, metavar="NAME", help="The pretrained model and tokenizer to start from.", show_default=False
+    ),
     *,
     settings: PeerSettings,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
+    force: bool = typer.Option(False, "--force", help="Overwrite an existing file."),
 ) -> None:
     """Write a commented run spec."""
     from noloco_p2p.presets import PRESETS, describe_size, render
@@ -96,12 +87,9 @@ def init(
 @takes_settings("state_dir", "run_key")
 def ticket(
     settings: PeerSettings,
-    expires: Annotated[
-        str | None,
-        typer.Option(
-            help="For private runs: how long the invitation is valid, such as 30min, 12h or 7d.", show_default=False
-        ),
-    ] = None,
+    expires: str | None = typer.Option(
+        None, help="For private runs: how long the invitation is valid, such as 30min, 12h or 7d.", show_default=False
+    ),
 ) -> None:
     """Print a ticket for the run of the peer on this machine, with the addresses that are reachable now."""
     from noloco_p2p.identity import Identity
@@ -143,10 +131,9 @@ def _invited(ticket: Ticket, key: Identity | None, for_s: float) -> Ticket:
 @takes_settings("listen", "announce", "state_dir", "bootstrap")
 def bootstrap(
     settings: PeerSettings,
-    address_file: Annotated[
-        Path | None,
-        typer.Option(help="Write this node's address to FILE, for use with --bootstrap @FILE.", show_default=False),
-    ] = None,
+    address_file: Path | None = typer.Option(
+        None, help="Write this node's address to FILE, for use with --bootstrap @FILE.", show_default=False
+    ),
 ) -> None:
     """Run a DHT node through which peers can join a run. It has no model and no data."""
     import uvloop
@@ -155,14 +142,12 @@ def bootstrap(
     from noloco_p2p.peer.run_folder import check_free
 
     entry.check_writable(address_file, flag="--address-file")
-    lock = FolderLock(settings.state_dir)
-    lock.acquire()
-    if settings.libp2p_port:
-        check_free(settings.listen_host, settings.libp2p_port)
-    identity = Identity.load_or_create(settings.state_dir / "identity.key")
-    print("starting (loading hivemind takes a few seconds)", flush=True)
-    uvloop.run(_serve(settings, identity, address_file=address_file))
-    lock.release()
+    with hold(settings.state_dir):
+        if settings.libp2p_port:
+            check_free(settings.listen_host, settings.libp2p_port)
+        identity = Identity.load_or_create(settings.state_dir / "identity.key")
+        print("starting (loading hivemind takes a few seconds)", flush=True)
+        uvloop.run(_serve(settings, identity, address_file=address_file))
     print("left", flush=True)
 
 
@@ -213,15 +198,13 @@ async def _serve(settings: PeerSettings, identity: Identity, *, address_file: Pa
         own = {"peer_id": directory.peer_id, "pid": os.getpid(), "state": "bootstrap"}
         return {**own, "addresses": directory.multiaddrs(), "neighbours": len(directory.node.neighbours())}
 
-    control = ControlServer(settings.state_dir, {"status": on_status, "leave": on_leave})
     try:
-        await control.start()
-        for multiaddr in directory.multiaddrs():
-            print(multiaddr)
-        entry.write(address_file, directory.multiaddrs()[0], flag="--address-file")
-        print(f"others can join with: noloco join SPEC.toml --bootstrap {directory.multiaddrs()[0]}", flush=True)
-        await stop.wait()
+        async with answering(settings.state_dir, {"status": on_status, "leave": on_leave}):
+            for multiaddr in directory.multiaddrs():
+                print(multiaddr)
+            entry.write(address_file, directory.multiaddrs()[0], flag="--address-file")
+            print(f"others can join with: noloco join SPEC.toml --bootstrap {directory.multiaddrs()[0]}", flush=True)
+            await stop.wait()
     finally:
-        await control.stop()
         await mirror.stop()
         await directory.stop()

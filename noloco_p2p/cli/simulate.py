@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -16,73 +15,55 @@ from noloco_p2p.settings import PeerSettings
 
 @takes_settings("data")
 def simulate(
-    file: Annotated[Path, typer.Argument(metavar="SPEC.toml", help="The run spec.")],
-    replicas: Annotated[
-        str,
-        typer.Option(help="Number of replicas. With stages: one number for all stages, or one per stage (4,8,4)."),
-    ] = "8",
-    steps: Annotated[
-        int | None,
-        typer.Option(
-            help="Inner steps per replica; the schedule is shortened to match.", show_default="the spec's", min=1
-        ),
-    ] = None,
-    speeds: Annotated[
-        str,
-        typer.Option(
-            help="Relative speeds, assigned to replicas in turn, for example 1,1,2,4. Separate stages with /: 1/2/1,4."
-        ),
-    ] = "1",
-    step_seconds: Annotated[
-        float, typer.Option(help="Virtual seconds per inner step of the whole model at speed 1.", min=1e-6)
-    ] = 1.0,
-    link: Annotated[
-        str,
-        typer.Option(
-            help="Links, assigned to replicas in turn: ideal, home-fibre, cable, weak-4g, ..., or 100mbit-50ms. "
-            "Separate stages with /: cable/ideal."
-        ),
-    ] = "ideal",
-    churn: Annotated[
-        str,
-        typer.Option(
-            help="Events in the form kind:replica@seconds (virtual time), for example "
-            "join:8@300,leave:2@500,crash:3@200 (with stages: kind:stage.replica@seconds). lose:0.2 breaks this share "
-            "of calls, and absent:0.2 keeps replicas from swapping in this share of their steps."
-        ),
-    ] = "",
-    stages: Annotated[
-        int | None,
-        typer.Option(help="Number of stages to cut the model into.", show_default="the spec's", min=1, max=64),
-    ] = None,
-    window: Annotated[
-        int | None,
-        typer.Option(
-            help="With stages: number of microbatches that each head keeps in flight.",
-            show_default="a quarter of its batch",
-            min=1,
-        ),
-    ] = None,
+    file: Path = typer.Argument(..., metavar="SPEC.toml", help="The run spec."),
+    replicas: str = typer.Option(
+        "8", help="Number of replicas. With stages: one number for all stages, or one per stage (4,8,4)."
+    ),
+    steps: int | None = typer.Option(
+        None, help="Inner steps per replica; the schedule is shortened to match.", show_default="the spec's", min=1
+    ),
+    speeds: str = typer.Option(
+        "1", help="Relative speeds, assigned to replicas in turn, for example 1,1,2,4. Separate stages with /: 1/2/1,4."
+    ),
+    step_seconds: float = typer.Option(
+        1.0, help="Virtual seconds per inner step of the whole model at speed 1.", min=1e-6
+    ),
+    link: str = typer.Option(
+        "ideal",
+        help="Links, assigned to replicas in turn: ideal, home-fibre, cable, weak-4g, ..., or 100mbit-50ms. "
+        "Separate stages with /: cable/ideal.",
+    ),
+    churn: str = typer.Option(
+        "",
+        help="Events in the form kind:replica@seconds (virtual time), for example "
+        "join:8@300,leave:2@500,crash:3@200 (with stages: kind:stage.replica@seconds). lose:0.2 breaks this share "
+        "of calls, and absent:0.2 keeps replicas from swapping in this share of their steps.",
+    ),
+    stages: int | None = typer.Option(
+        None, help="Number of stages to cut the model into.", show_default="the spec's", min=1, max=64
+    ),
+    window: int | None = typer.Option(
+        None,
+        help="With stages: number of microbatches that each head keeps in flight.",
+        show_default="a quarter of its batch",
+        min=1,
+    ),
     changes: Changes = None,
-    seed: Annotated[int, typer.Option(help="Seed of the pairing, the faults and the initial weights.", min=0)] = 0,
-    threads: Annotated[
-        int,
-        typer.Option(
-            help="Number of torch threads. The results are bit-identical only if this number is the same.", min=1
-        ),
-    ] = 1,
-    device: Annotated[
-        str, typer.Option(help="cpu, cuda:N, mps or auto. Only the CPU gives bit-identical results every time.")
-    ] = "cpu",
+    seed: int = typer.Option(0, help="Seed of the pairing, the faults and the initial weights.", min=0),
+    threads: int = typer.Option(
+        1, help="Number of torch threads. The results are bit-identical only if this number is the same.", min=1
+    ),
+    device: str = typer.Option(
+        "cpu", help="cpu, cuda:N, mps or auto. Only the CPU gives bit-identical results every time."
+    ),
     *,
     settings: PeerSettings,
-    json_file: Annotated[
-        Path | None,
-        typer.Option("--json", metavar="FILE", help="Write the results to FILE as JSON.", show_default=False),
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write plots of the curves (PNG) to DIR.", show_default=False)
-    ] = None,
+    json_file: Path | None = typer.Option(
+        None, "--json", metavar="FILE", help="Write the results to FILE as JSON.", show_default=False
+    ),
+    plot: Path | None = typer.Option(
+        None, metavar="DIR", help="Write plots of the curves (PNG) to DIR.", show_default=False
+    ),
 ) -> None:
     """Train many replicas in one process on a virtual clock, to predict the loss, spread, traffic and time of a run."""
     import torch

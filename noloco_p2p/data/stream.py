@@ -18,7 +18,7 @@ import base64
 import logging
 import threading
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from noloco_p2p.data.documents import Document, Faults, is_held_out
-from noloco_p2p.data.encoder import make_encoder
+from noloco_p2p.data.documents import Document, Fault, Faults, is_held_out
 from noloco_p2p.data.reader import Place, Reader, permutation
 from noloco_p2p.data.sources import has_own_validation, open_source, open_validation
 from noloco_p2p.errors import DataError
@@ -44,6 +43,23 @@ MAX_DOCUMENTS = 64  # documents encoded together
 MAX_CHARS = 1 << 16
 VALIDATION_POOL = 16  # sequences read for each evaluated one, so that they do not all come from one document
 STATE_VERSION = 4
+BYTE_OFFSET = 3  # ByT5: 0 pad, 1 end of text, 2 unknown, then the 256 bytes
+
+
+@dataclass(slots=True)
+class Feed:
+    """A source of a stream."""
+
+    name: str
+    share: float  # of the tokens
+    reader: Reader
+    taken_tokens: int = 0
+    has_documents: bool = False  # in this epoch of the source
+
+    def state(self) -> dict[str, Any]:
+        """Return the start of the next block, and from which pieces, as JSON values."""
+        source = self.reader.source.fingerprint
+        return {"place": self.reader.place.as_json(), "taken_tokens": self.taken_tokens, "source": source}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,20 +107,16 @@ class TokenStream:
         self._progress = progress or Progress()
         self._peer_id = peer_id
         self._encode = make_encoder(data, tokenizer, self.faults)
-        self._sources = [part.source for part, _ in data.parts()]
-        self._shares = [share for _, share in data.parts()]
-        self._taken = [0] * len(self._shares)  # tokens read from each source
-        self._found = [False] * len(self._shares)  # whether this epoch of the source has had a document
-        self._readers = [
-            Reader(
+        self._feeds: list[Feed] = []
+        for index, (part, share) in enumerate(data.parts()):
+            reader = Reader(
                 open_source(part, bindings),
                 order=f"{peer_id}/{index}" if data.mix else peer_id,
                 holdout=0.0 if has_own_validation(part) else data.holdout,
                 faults=self.faults,
                 stop=self.stop,
             )
-            for index, (part, _) in enumerate(data.parts())
-        ]
+            self._feeds.append(Feed(part.source, share, reader))
         self._block = 0
         self._carry = np.zeros(0, np.int32)
         self._rest = np.zeros((0, data.sequence_length), np.int32)
@@ -112,7 +124,7 @@ class TokenStream:
     @property
     def epoch(self) -> int:
         """The highest epoch that any of the sources has reached."""
-        return max(reader.place.epoch for reader in self._readers)
+        return max(feed.reader.place.epoch for feed in self._feeds)
 
     @property
     def position(self) -> Position:
@@ -121,11 +133,7 @@ class TokenStream:
         It is packed only when it is saved, because every batch that is read ahead has a position, but few positions are
         saved.
         """
-        feeds = [
-            {"place": reader.place.as_json(), "taken_tokens": taken, "source": reader.source.fingerprint}
-            for reader, taken in zip(self._readers, self._taken, strict=True)
-        ]
-        return Position(feeds, self._carry, self._block, self._rest)
+        return Position([feed.state() for feed in self._feeds], self._carry, self._block, self._rest)
 
     def __iter__(self) -> TokenStream:
         return self
@@ -155,19 +163,20 @@ class TokenStream:
         begins after the current block, with a warning.
         """
         try:
-            version, feeds = state["version"], state["feeds"]
-            if version != STATE_VERSION or len(feeds) != len(self._readers):
-                raise ValueError(f"version {version}, {len(feeds)} sources")
+            version, saved = state["version"], state["feeds"]
+            if version != STATE_VERSION or len(saved) != len(self._feeds):
+                raise ValueError(f"version {version}, {len(saved)} sources")
             tokens = zlib.decompress(base64.b64decode(state["rest"]))
             self._rest = np.frombuffer(tokens, "<i4").reshape(-1, self.sequence_length)
             self._carry, self._block = np.asarray(state["carry"], np.int32), int(state["block"])
-            for index, (reader, feed) in enumerate(zip(self._readers, feeds, strict=True)):
-                self._taken[index], place = int(feed["taken_tokens"]), Place.from_json(feed["place"])
-                if feed["source"] != reader.source.fingerprint:
+            for feed, then in zip(self._feeds, saved, strict=True):
+                feed.taken_tokens, place = int(then["taken_tokens"]), Place.from_json(then["place"])
+                if then["source"] != feed.reader.source.fingerprint:
                     place = Place(place.epoch + (place != Place(place.epoch)))
-                    name = self._sources[index]
-                    log.warning("the files of data source %s have changed, so data epoch %d begins", name, place.epoch)
-                self._found[index], reader.place = place != Place(place.epoch), place
+                    log.warning(
+                        "the files of data source %s have changed, so data epoch %d begins", feed.name, place.epoch
+                    )
+                feed.has_documents, feed.reader.place = place != Place(place.epoch), place
         except (KeyError, TypeError, ValueError, zlib.error) as error:
             raise DataError(f"the data position in the checkpoint cannot be read ({error!r})") from None
 
@@ -176,23 +185,23 @@ class TokenStream:
 
         If there is a single source, a block also ends with the epoch, unless it is still shorter than one sequence.
         """
-        order = f"{self._peer_id}/{self._readers[0].place.epoch}/{self._block}"
+        order = f"{self._peer_id}/{self._feeds[0].reader.place.epoch}/{self._block}"
         arrays, num_tokens = [self._carry], len(self._carry)
         with self._progress.task("reading data", unit="tokens") as report:
             while num_tokens < self.block_tokens:
-                total = sum(self._taken)
-                behind = [share * total - taken for share, taken in zip(self._shares, self._taken, strict=True)]
-                read, is_end = self._read_some(behind.index(max(behind)))
+                total = sum(feed.taken_tokens for feed in self._feeds)
+                behind = [feed.share * total - feed.taken_tokens for feed in self._feeds]
+                read, is_end = self._read_some(self._feeds[behind.index(max(behind))])
                 arrays += read
                 num_tokens += sum(map(len, read))
                 report(min(num_tokens, self.block_tokens), self.block_tokens)
-                if is_end and len(self._readers) == 1 and num_tokens >= self.sequence_length:
+                if is_end and len(self._feeds) == 1 and num_tokens >= self.sequence_length:
                     break
         sequences, self._carry = cut(arrays, self.sequence_length)
         self._block += 1
         return sequences[permutation(order, len(sequences))]
 
-    def _read_some(self, index: int) -> tuple[list[np.ndarray], bool]:
+    def _read_some(self, feed: Feed) -> tuple[list[np.ndarray], bool]:
         """Return the token ids of the next documents of a source, and whether they are the last of an epoch.
 
         Raises DataError if the epoch contained no document, or if no document could be read for a long time.
@@ -200,17 +209,16 @@ class TokenStream:
         documents: list[Document] = []
         num_chars, is_end = 0, False
         while len(documents) < MAX_DOCUMENTS and num_chars < MAX_CHARS and not is_end:
-            document = next(self._readers[index])
+            document = next(feed.reader)
             is_end = document is None
             if document:
                 documents.append(document)
                 num_chars += len(document.content)
         arrays = self._encode(documents)
-        self._taken[index] += sum(map(len, arrays))
-        if is_end and not (arrays or self._found[index]):
-            name = self._sources[index]
-            raise DataError(f"data source {name!r} contains no document to train on{self.faults.summary()}")
-        self._found[index] = not is_end and (self._found[index] or bool(arrays))
+        feed.taken_tokens += sum(map(len, arrays))
+        if is_end and not (arrays or feed.has_documents):
+            raise DataError(f"data source {feed.name!r} contains no document to train on{self.faults.summary()}")
+        feed.has_documents = not is_end and (feed.has_documents or bool(arrays))
         return arrays, is_end
 
 
@@ -273,3 +281,49 @@ def cut(arrays: list[np.ndarray], sequence_length: int) -> tuple[np.ndarray, np.
     tokens = np.concatenate(arrays)
     num_used = len(tokens) // sequence_length * sequence_length
     return tokens[:num_used].reshape(-1, sequence_length), tokens[num_used:].copy()
+
+
+def make_encoder(
+    data: DataSpec, tokenizer: PreTrainedTokenizerBase, faults: Faults
+) -> Callable[[Sequence[Document]], list[np.ndarray]]:
+    """Return a function that turns documents into token ids (int32), each document ending with the end-of-text token.
+
+    The function encodes several texts at once, because a hub tokenizer spreads them over the cores. For the tokenizer
+    `bytes`, it computes the ids directly. The tokenizer's own code would process one letter at a time in Python, and
+    would treat a "</s>" in a text as the end of the text.
+
+    If a document contains token ids that the tokenizer does not have, the document is reported as a fault and left out.
+    Raises DataError if the tokenizer has no end-of-text token.
+    """
+    end, num_ids = tokenizer.eos_token_id, len(tokenizer)
+    if not isinstance(end, int):
+        raise DataError(
+            f"tokenizer {data.tokenizer!r} has no end-of-text token; choose another tokenizer (data.tokenizer)"
+        )
+
+    def encode(documents: Sequence[Document]) -> list[np.ndarray]:
+        # lone surrogates, which tokenizers refuse, are replaced
+        texts = [each.content.encode("utf-8", "replace") for each in documents if isinstance(each.content, str)]
+        if data.tokenizer == "bytes":
+            encoded = iter([np.frombuffer(text, np.uint8).astype(np.int32) + BYTE_OFFSET for text in texts])
+        elif texts:
+            plain = [text.decode() for text in texts]
+            rows = tokenizer(plain, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+            encoded = iter([np.asarray(ids, np.int32) for ids in rows])
+        else:
+            encoded = iter(())
+        arrays: list[np.ndarray] = []
+        for document in documents:
+            ids = next(encoded) if isinstance(document.content, str) else document.content
+            if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < num_ids:
+                reason = (
+                    f"token ids range from {ids.min()} to {ids.max()}, but tokenizer {data.tokenizer!r} "
+                    f"(data.tokenizer) has only the ids 0 to {num_ids - 1}"
+                )
+                faults.note(Fault(document.origin, document.line, reason))
+                continue
+            has_end = len(ids) > 0 and ids[-1] == end
+            arrays.append(np.append(ids, [] if has_end else [end]).astype(np.int32))
+        return arrays
+
+    return encode

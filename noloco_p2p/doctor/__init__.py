@@ -23,6 +23,11 @@ class Check:
     found: str
     fix: str = ""
 
+    @classmethod
+    def of(cls, name: str, found: str, fix: str, *, fails: bool = False, warns: bool = False) -> Check:
+        """Return the result of a check that fails, warns, or is ok."""
+        return cls(name, "failed" if fails else "warning" if warns else "ok", found, fix if fails or warns else "")
+
     def lines(self) -> list[str]:
         lines = [f"{MARKS[self.level]}  {self.name:12}  {self.found}"]
         return [*lines, f"{'':9}{'':14}-> {self.fix}"] if self.fix else lines
@@ -37,6 +42,6 @@ def versions() -> Check:
             found[name] = None
     text = ", ".join(f"{name} {number or 'missing'}" for name, number in found.items())
     text = f"noloco_p2p {__version__}, Python {platform.python_version()}, {text}"
-    if missing := [name for name, number in found.items() if number is None]:
-        return Check("versions", "failed", text, f"install the missing packages: pip install {' '.join(missing)}")
-    return Check("versions", "ok", text)
+    missing = [name for name, number in found.items() if number is None]
+    fix = f"install the missing packages: pip install {' '.join(missing)}"
+    return Check.of("versions", text, fix, fails=bool(missing))

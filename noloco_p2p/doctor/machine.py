@@ -68,21 +68,15 @@ def disk(settings: PeerSettings) -> Check:
         fix = "use another --state-dir, or fix the ownership of this one"
         return Check("disk", "failed", f"{folder} is not writable", fix)
     free = shutil.disk_usage(existing).free
-    if free < LOW_DISK_BYTES:
-        fix = (
-            "free some space, or use another --state-dir: a checkpoint takes up to 20 bytes per parameter, and up to "
-            "three exist at a time"
-        )
-        return Check("disk", "warning", f"{mib(free)} free in {existing}", fix)
-    return Check("disk", "ok", f"{mib(free)} free in {existing}")
+    fix = "free some space, or use another --state-dir: a checkpoint takes up to 20 bytes per parameter, and up to "
+    fix += "three exist at a time"
+    return Check.of("disk", f"{mib(free)} free in {existing}", fix, warns=free < LOW_DISK_BYTES)
 
 
 def memory() -> Check:
     free = psutil.virtual_memory().available
-    if free < LOW_MEMORY_BYTES:
-        fix = "close other programs: loading torch and hivemind needs 1 GiB of memory"
-        return Check("memory", "warning", f"{mib(free)} free", fix)
-    return Check("memory", "ok", f"{mib(free)} free")
+    fix = "close other programs: loading torch and hivemind needs 1 GiB of memory"
+    return Check.of("memory", f"{mib(free)} free", fix, warns=free < LOW_MEMORY_BYTES)
 
 
 def accelerator() -> Check:
@@ -108,8 +102,6 @@ def codec_speed(name: str = "int8") -> Check:
             codec.decode(codec.encode(values), shape=values.shape)
         seconds.append(time.perf_counter() - began_s)
     speed = CODEC_CHUNKS * 4 * CHUNK_ELEMENTS / min(seconds)
+    fix = "the processor is slow or busy, so it will slow down swaps of large models"
     text = f"{name}: encodes and decodes {mib(speed)}/s of fp32"
-    if speed < SLOW_CODEC_BYTES_PER_S:
-        fix = "the processor is slow or busy, so it will slow down swaps of large models"
-        return Check("codec", "warning", text, fix)
-    return Check("codec", "ok", text)
+    return Check.of("codec", text, fix, warns=speed < SLOW_CODEC_BYTES_PER_S)

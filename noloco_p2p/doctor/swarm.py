@@ -86,10 +86,8 @@ async def examine(ticket: Ticket, settings: PeerSettings) -> AsyncIterator[Check
 def _versions(directory: SwarmDirectory) -> Check:
     found = Counter(record.software for record, _ in directory.records())
     text = ", ".join(f"{version} ({number})" for version, number in sorted(found.items()))
-    if __version__ in found:
-        return Check("peers run", "ok", text)
-    fix = "install the version that the other peers run"
-    return Check("peers run", "warning", f"{text}; this machine has {__version__}", fix)
+    differs = "" if __version__ in found else f"; this machine has {__version__}"
+    return Check.of("peers run", text + differs, "install the version that the other peers run", warns=bool(differs))
 
 
 def _ways(directory: SwarmDirectory, local: Mapping[str, Any]) -> Check:
@@ -106,10 +104,8 @@ def _ways(directory: SwarmDirectory, local: Mapping[str, Any]) -> Check:
 def clock(peer_id: str, offset: Offset) -> Check:
     unsure = f"±{offset.unsure_s:.2f} s"
     text = f"the clock of {named(peer_id)} differs from this machine's by {offset.seconds:+.1f} s ({unsure})"
-    if offset.is_too_large():
-        fix = "set the clock of this machine (start systemd-timesyncd or ntpd); a peer with a wrong clock cannot join"
-        return Check("clock", "failed", text, fix)
-    return Check("clock", "ok", text)
+    fix = "set the clock of this machine (start systemd-timesyncd or ntpd); a peer with a wrong clock cannot join"
+    return Check.of("clock", text, fix, fails=offset.is_too_large())
 
 
 async def _dialled_back(
@@ -178,8 +174,7 @@ async def _download(peers: Sequence[Candidate], transport: GrpcTransport) -> tup
         speed = num_bytes / max(time.monotonic() - began_s, 1e-6)
         text = f"{mib(speed)}/s from {named(peer.peer_id)} (download; the state is {mib(manifest.num_bytes)})"
         slow = "over a slow link, swaps carry small parts of the weights, so replicas drift apart; use a smaller model"
-        is_slow = speed < SLOW_LINK_BYTES_PER_S
-        return manifest, speed, Check("bandwidth", "warning" if is_slow else "ok", text, slow if is_slow else "")
+        return manifest, speed, Check.of("bandwidth", text, slow, warns=speed < SLOW_LINK_BYTES_PER_S)
     why = "no peer served a chunk of its state: " + ("; ".join(faults) or NOBODY)
     return None, 0.0, Check("bandwidth", "skipped", why)
 
@@ -200,10 +195,9 @@ def needs(spec: Spec, num_parameters: int, settings: PeerSettings) -> Check:
         f"{count(num_parameters)} parameters: {mib(found.model_bytes)} to train, {mib(found.swap_bytes)} to swap, "
         f"{mib(found.disk_bytes)} of disk space"
     )
-    if warnings := found.warnings():
-        fix = "join a smaller run, or use a larger machine"
-        return Check("the model", "failed", f"{text}; {'; '.join(warnings)}", fix)
-    return Check("the model", "ok", text)
+    warnings = found.warnings()
+    fix = "join a smaller run, or use a larger machine"
+    return Check.of("the model", "; ".join([text, *warnings]), fix, fails=bool(warnings))
 
 
 def stages(spec: TrainerSpec, settings: PeerSettings, *, download_bytes_per_s: float | None = None) -> list[Check]:

@@ -31,7 +31,7 @@ from starlette.staticfiles import StaticFiles
 from noloco_p2p.monitor.tables import BY_NAME, STAGE_COLUMNS, Choice, Column, columns_of, values
 from noloco_p2p.monitor.watcher import Health, Watcher
 from noloco_p2p.swarm.directory import SwarmDirectory
-from noloco_p2p.telemetry.http import HttpServer
+from noloco_p2p.telemetry.http import serving
 from noloco_p2p.telemetry.prometheus import CONTENT_TYPE, swarm_page
 from noloco_p2p.telemetry.totals import TOTALS, is_living
 from noloco_p2p.ticket import Ticket
@@ -213,16 +213,12 @@ async def serve(ticket: Ticket, directory: SwarmDirectory, *, host: str, port: i
     """Serve the page until the task is cancelled. Raises SettingsError if the address cannot be used."""
     watcher = Watcher(ticket)
     swarm = LiveSwarm(watcher.meetings)
-    server = HttpServer(app(swarm), host=host, port=port)
     swarm.show(watcher.look(directory))
-    await server.start(flag="--listen")
-    say(f"the page is at http://{host}:{server.port}/ (press Ctrl-C to stop)")
-    try:
+    async with serving(app(swarm), host=host, port=port, flag="--listen") as actual_port:
+        say(f"the page is at http://{host}:{actual_port}/ (press Ctrl-C to stop)")
         while True:
             await asyncio.sleep(LOOK_S)
             try:
                 swarm.show(watcher.look(directory))
             except Exception:  # showing old values, labelled as old, is better than showing nothing
                 log.exception("cannot read the swarm")
-    finally:
-        await server.stop()

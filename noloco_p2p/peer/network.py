@@ -18,7 +18,7 @@ from threading import Event
 from typing import Any, Protocol, TypeVar
 
 from noloco_p2p.bans import BanList
-from noloco_p2p.control import ControlServer, Handler
+from noloco_p2p.control import Handler, answering
 from noloco_p2p.errors import DirectoryError, IdentityError, NolocoError, TicketError, Unreachable
 from noloco_p2p.gossip.frames import Hello
 from noloco_p2p.gossip.gossip import Link
@@ -292,9 +292,7 @@ class Network:
         parts.push_async_callback(self.server.stop, 0.5)
         await ports.try_both(ports.grpc, lambda port: self.server.start(settings.listen_host, port))
         parts.push_async_callback(self.service.stop)
-        control = ControlServer(settings.state_dir, verbs)
-        await control.start()
-        parts.push_async_callback(control.stop)
+        await parts.enter_async_context(answering(settings.state_dir, verbs))
         await self.reachability.start(self.server, self.service)
         ports.remember(grpc=self.server.port, libp2p=directory.node.port)
         write_run(self.spec, self.session.invitation, folder_of(settings.state_dir, self.spec.run_id))
@@ -349,13 +347,11 @@ class Network:
 
     async def _serve_metrics(self, address: str) -> None:
         """Serve /metrics. Raises SettingsError if the port is in use."""
-        from noloco_p2p.telemetry.http import HttpServer, metrics_app
+        from noloco_p2p.telemetry.http import metrics_app, serving
 
         host, port = split_address(address)
-        server = HttpServer(metrics_app(self._metrics_page), host=host, port=port)
-        await server.start(flag="--metrics")
-        self._parts.push_async_callback(server.stop)
-        self.metrics_address = f"{host}:{server.port}"
+        page = serving(metrics_app(self._metrics_page), host=host, port=port, flag="--metrics")
+        self.metrics_address = f"{host}:{await self._parts.enter_async_context(page)}"
 
     async def start_flow(self, make: Callable[[Network], AnyFlow]) -> AnyFlow:
         """Take part in the pipeline."""

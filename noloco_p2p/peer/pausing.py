@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from noloco_p2p.settings import PeerSettings
+from noloco_p2p.settings import PeerSettings, parse_hours
 from noloco_p2p.swarm.records import PausedBy
 
 log = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class FreeTime:
     """
 
     def __init__(self, settings: PeerSettings) -> None:
-        self._hours = settings.hours
+        self._hours = parse_hours(settings.when)
         self._is_outside = Reason("hours", f"the current time is outside {settings.when}")
         self._spares_users = settings.when == "idle"
         self._busy_s = float("-inf")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from noloco_p2p._version import __version__
-from noloco_p2p.control import FolderLock, Handler
+from noloco_p2p.control import Handler, hold
 from noloco_p2p.errors import DirectoryError, NolocoError, SettingsError
 from noloco_p2p.peer.membership import Membership
 from noloco_p2p.peer.network import ENTER_TIMEOUT_S, Network
@@ -63,9 +63,7 @@ class Peer:
     def __init__(self, target: Spec | Ticket, settings: PeerSettings, *, progress: Progress | None = None) -> None:
         self.settings = settings
         with ExitStack() as parts:
-            lock = FolderLock(settings.state_dir)
-            lock.acquire()
-            parts.callback(lock.release)
+            parts.enter_context(hold(settings.state_dir))
             self._thread = NetworkThread()
             parts.callback(self._thread.stop)
             self._network = net = Network(target, settings, self._thread, progress or Progress())

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import ByT5Tokenizer, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from noloco_p2p.data.encoder import BYTE_OFFSET
+from noloco_p2p.data.stream import BYTE_OFFSET
 from noloco_p2p.errors import CheckpointError, PushError, SettingsError
 from noloco_p2p.spec import ModelSpec, TrainerSpec
 from noloco_p2p.trainer.lora import has_adapters, merged_weights, save_adapters

@@ -17,7 +17,7 @@ from torch import Tensor
 from noloco_p2p.devices import free_and_total_bytes, free_memory, has_own_memory, total_memory
 from noloco_p2p.errors import SettingsError
 from noloco_p2p.gossip.units import MOST_ELEMENTS
-from noloco_p2p.settings import PeerSettings
+from noloco_p2p.settings import PeerSettings, parse_memory
 from noloco_p2p.spec import Spec, TrainerSpec
 from noloco_p2p.telemetry.console import count, mib
 from noloco_p2p.trainer.compute import MOMENT_BYTES, Compute
@@ -124,7 +124,7 @@ def memory_limit(settings: PeerSettings) -> int:
 
     This is all of the machine's memory and swap space, or `max_memory` if that is less.
     """
-    return min(total_memory(), settings.max_memory_bytes or total_memory())
+    return min(total_memory(), parse_memory(settings.max_memory) or total_memory())
 
 
 def training_bytes(spec: TrainerSpec, *, num_parameters: int, num_matrix_parameters: int) -> int:

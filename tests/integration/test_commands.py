@@ -33,7 +33,6 @@ from noloco_p2p.swarm.records import TTL_S
 from noloco_p2p.ticket import Ticket
 from noloco_p2p.trainer.model import build_tokenizer
 
-MONITOR_KEYS = {"peer_id", "state", "progress", "swaps", "loss", "tokens_per_s", "age_s", "reachability"}
 STATUS_KEYS = {
     "peer_id",
     "pid",
@@ -172,17 +171,6 @@ def test_a_paused_peer_keeps_its_place_and_goes_on(swarm: Swarm, capsys: pytest.
     resumed = swarm.second.event("resumed")
     assert resumed["step"] == paused["step"]
     swarm.second.swap_with(swarm.first)
-
-
-def test_monitor_sees_all_peers(swarm: Swarm) -> None:
-    done = noloco("monitor", swarm.second.ticket, "--json")
-    assert (done.returncode, done.stderr) == (0, "")
-    found = json.loads(done.stdout)
-    assert found["run"] == "commands"
-    assert {peer["peer_id"] for peer in found["peers"]} == {swarm.first.peer_id, swarm.second.peer_id}
-    for peer in found["peers"]:
-        assert peer.keys() >= MONITOR_KEYS
-        assert peer["state"] == "training"
 
 
 def test_monitor_watches_until_ctrl_c(swarm: Swarm, tmp_path: Path) -> None:
@@ -386,9 +374,7 @@ def test_a_peer_that_is_starting_is_found(swarm: Swarm, tmp_path: Path, capsys: 
         early.wait_for("starting (")
         assert run(["status", "--state-dir", str(folder)]) == 0
         assert run(["leave", "--state-dir", str(folder)]) == 1
-    shown = capsys.readouterr().out
-    assert f"a peer is starting in {folder}" in shown
-    assert "still starting" in shown
+    assert capsys.readouterr().out.count(f"the peer in {folder} is still starting") == 2
 
 
 def test_a_bootstrap_leaves_in_order(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import stat
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 from harness.patience import PATIENCE_S
 
 from noloco_p2p import control
-from noloco_p2p.control import ControlServer, FolderLock, ask, socket_path
+from noloco_p2p.control import answering, ask, hold, is_held, socket_path
 from noloco_p2p.errors import SettingsError
 
 
@@ -21,12 +22,8 @@ def served(folder: Path, verb: str, **verbs: dict[str, Any]) -> dict[str, Any] |
     """Return the answer that a client in another thread gets from a server with these verbs."""
 
     async def main() -> dict[str, Any] | None:
-        server = ControlServer(folder, {name: lambda reply=reply: reply for name, reply in verbs.items()})
-        await server.start()
-        try:
+        async with answering(folder, {name: lambda reply=reply: reply for name, reply in verbs.items()}):
             return await asyncio.to_thread(ask, folder, verb)
-        finally:
-            await server.stop()
 
     return asyncio.run(main())
 
@@ -36,33 +33,33 @@ def test_a_verb_is_answered_and_the_socket_is_gone_afterwards(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("temporary", ["", "long" * 30])
+@pytest.mark.parametrize("name", ["long" * 30, "ü" * 50])
+def test_a_long_path_has_its_socket_elsewhere(
+    name: str, temporary: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if temporary:
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / temporary))
+    folder = tmp_path / name
+    folder.mkdir()
+    assert len(os.fsencode(socket_path(folder))) <= control.LONGEST_SOCKET_PATH
+    assert socket_path(folder) != socket_path(tmp_path / f"{name}!")
+    assert served(folder, "status", status={"round": 3}) == {"round": 3}
+
+
 def test_an_unknown_verb_is_told_what_is_known(tmp_path: Path) -> None:
     assert served(tmp_path, "dance", status={}, leave={}) == {
         "error": "unknown verb; the known verbs are status, leave"
     }
 
 
-def test_nobody_there(tmp_path: Path) -> None:
+def test_the_socket_of_a_killed_peer_is_nobody_and_is_replaced(tmp_path: Path) -> None:
     assert ask(tmp_path, "status") is None
     assert ask(tmp_path / "nowhere", "status") is None
-
-
-def test_the_socket_of_a_killed_peer_is_nobody_and_is_replaced(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(socket_path(tmp_path)))
     assert ask(tmp_path, "status") is None
     assert served(tmp_path, "status", status={"alive": True}) == {"alive": True}
-
-
-def test_only_the_owner_can_ask(tmp_path: Path) -> None:
-    async def main() -> int:
-        server = ControlServer(tmp_path, {})
-        await server.start()
-        mode = socket_path(tmp_path).stat().st_mode
-        await server.stop()
-        return stat.S_IMODE(mode)
-
-    assert asyncio.run(main()) == 0o600
 
 
 def test_a_peer_that_does_not_answer_is_named(tmp_path: Path) -> None:
@@ -75,9 +72,8 @@ def test_a_peer_that_does_not_answer_is_named(tmp_path: Path) -> None:
 
 def test_nonsense_harms_nobody(tmp_path: Path) -> None:
     async def main() -> dict[str, Any] | None:
-        server = ControlServer(tmp_path, {"status": lambda: {"fine": True}})
-        await server.start()
-        try:
+        async with answering(tmp_path, {"status": lambda: {"fine": True}}):
+            assert stat.S_IMODE(socket_path(tmp_path).stat().st_mode) == 0o600, "only the owner can ask"
             for line in (b"hello\n", b"[]\n", b"", b'{"verb": {}}\n', b"x" * 100_000 + b"\n"):
                 reader, writer = await asyncio.open_unix_connection(socket_path(tmp_path))
                 writer.write(line)
@@ -85,49 +81,21 @@ def test_nonsense_harms_nobody(tmp_path: Path) -> None:
                 await reader.read()
                 writer.close()
             return await asyncio.to_thread(ask, tmp_path, "status")
-        finally:
-            await server.stop()
 
     assert asyncio.run(main()) == {"fine": True}
 
 
-def test_a_long_path_has_its_socket_elsewhere(tmp_path: Path) -> None:
-    folder = tmp_path / ("long" * 30)
-    folder.mkdir()
-    assert len(str(socket_path(folder))) <= control.LONGEST_SOCKET_PATH
-    assert socket_path(folder) != socket_path(tmp_path / ("l0ng" * 30))
-    assert served(folder, "status", status={"round": 3}) == {"round": 3}
-
-
-def test_the_path_of_a_socket_is_counted_in_bytes(tmp_path: Path) -> None:
-    folder = Path("/") / ("ü" * 45)  # 90 bytes
-    assert len(str(folder / "control.sock")) < 60
-    assert socket_path(folder).parent == Path(tempfile.gettempdir())
-
-
-def test_a_long_folder_for_temporary_files_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("long" * 30)))
-    folder = tmp_path / ("state" * 30)
-    folder.mkdir()
-    assert socket_path(folder).parent == Path("/tmp")
-    assert served(folder, "status", status={"round": 3}) == {"round": 3}
-
-
 def test_one_peer_per_folder_and_the_kernel_frees_the_lock_of_a_dead_one(tmp_path: Path) -> None:
-    lock, second = FolderLock(tmp_path), FolderLock(tmp_path)
-    assert not second.is_held()
+    assert not is_held(tmp_path)
     acquire_and_die = f"""
 import os, pathlib, noloco_p2p.control as control
-lock = control.FolderLock(pathlib.Path({str(tmp_path)!r}))
-lock.acquire()
-os._exit(lock.is_held())
+folder = pathlib.Path({str(tmp_path)!r})
+lock = control.hold(folder)
+os._exit(control.is_held(folder))
 """
     assert subprocess.run([sys.executable, "-c", acquire_and_die], timeout=PATIENCE_S, check=False).returncode == 1
-    second.check()
-    lock.acquire()
-    assert second.is_held()
-    with pytest.raises(SettingsError, match=f"another peer is running in {tmp_path}"):
-        second.check()
-    lock.release()
-    second.check()
-    assert not lock.is_held()
+    with hold(tmp_path):
+        assert is_held(tmp_path)
+        with pytest.raises(SettingsError, match=f"another peer is running in {tmp_path}"):
+            hold(tmp_path)
+    assert not is_held(tmp_path)

@@ -6,7 +6,6 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from torch import Tensor
 
 from noloco_p2p import devices
 from noloco_p2p.devices import free_and_total_bytes, has_fast_bf16, is_out_of_memory, peak_bytes, synchronize
@@ -14,7 +13,7 @@ from noloco_p2p.errors import SettingsError
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.trainer import needs
-from noloco_p2p.trainer.compute import Compute, choose_device, free_bytes, peak_flops, sequence_bytes
+from noloco_p2p.trainer.compute import Compute, choose_device, free_bytes, peak_flops
 from noloco_p2p.trainer.needs import check_memory
 
 CPU, MPS, CUDA = torch.device("cpu"), torch.device("mps"), torch.device("cuda")
@@ -78,19 +77,10 @@ def test_a_device_that_is_not_here_is_refused_in_words(monkeypatch: pytest.Monke
         choose_device("mps")
 
 
-def test_auto_is_bf16_only_where_a_gpu_has_instructions_for_it(nvidia: dict[int, bool]) -> None:
-    auto = Compute()
-    assert auto.is_bf16(CUDA)
-    assert not auto.is_bf16(CPU)
-    assert not auto.is_bf16(MPS)
-    nvidia[0] = False  # Turing and Pascal, where torch only emulates bf16
-    assert not auto.is_bf16(CUDA)
-    for device in (CPU, MPS, CUDA):
-        assert Compute(precision="bf16").is_bf16(device)
-        assert not Compute(precision="fp32").is_bf16(device)
-
-
-def test_each_card_is_asked_and_the_slowest_decides_for_all_ranks(nvidia: dict[int, bool]) -> None:
+def test_auto_is_bf16_only_where_the_slowest_card_has_instructions_for_it(nvidia: dict[int, bool]) -> None:
+    assert [Compute().is_bf16(device) for device in (CPU, MPS, CUDA)] == [False, False, True]
+    assert Compute(precision="bf16").is_bf16(CPU)
+    assert not Compute(precision="fp32").is_bf16(CUDA)
     nvidia.update({0: True, 1: False})
     first, second = torch.device("cuda:0"), torch.device("cuda:1")
     assert (has_fast_bf16(first), has_fast_bf16(second)) == (True, False)
@@ -149,21 +139,18 @@ def test_out_of_memory_is_known_from_other_errors() -> None:
 def test_memory_of_a_mac_is_that_of_the_machine(monkeypatch: pytest.MonkeyPatch, mac: None) -> None:
     assert free_and_total_bytes(MPS) == (7 * GIB, 10 * GIB)
     assert peak_bytes(MPS) == 4 * GIB
+    assert [devices.has_own_memory(device) for device in (CPU, MPS, CUDA)] == [False, False, True]
+    waited: list[tuple[object, ...]] = []
+    monkeypatch.setattr(torch.mps, "synchronize", lambda *arguments: waited.append(arguments))
+    synchronize(MPS)
+    synchronize(CPU)
+    assert waited == [()], "torch.mps takes no device"
     monkeypatch.setattr("noloco_p2p.trainer.compute.free_memory", lambda: 100 * GIB)
     assert free_bytes(MPS, num_parameters=GIB // 8, has_moments=True) == 6 * GIB
     monkeypatch.setattr("noloco_p2p.trainer.compute.free_memory", lambda: 5 * GIB)
     assert free_bytes(MPS, num_parameters=GIB // 8, has_moments=True) == 4 * GIB
     monkeypatch.setattr("noloco_p2p.trainer.compute.free_memory", lambda: 0)
     assert free_bytes(MPS, num_parameters=GIB // 8, has_moments=True) == 0
-
-
-def test_a_sequence_is_measured_on_mps_without_a_counter_of_its_peak(mac: None) -> None:
-    weight = torch.zeros(8, 64, requires_grad=True)
-
-    def backward(sequence: Tensor) -> None:
-        (sequence.float() @ weight).exp().sum().backward()
-
-    assert sequence_bytes(backward, torch.ones(1, 8), MPS) == sequence_bytes(backward, torch.ones(1, 8), CPU)
 
 
 def test_a_model_must_fit_into_the_gpu_and_with_all_else_into_a_mac(monkeypatch: pytest.MonkeyPatch, mac: None) -> None:
@@ -184,19 +171,6 @@ def test_a_model_must_fit_into_the_gpu_and_with_all_else_into_a_mac(monkeypatch:
     monkeypatch.setattr(needs, "total_memory", lambda: GIB * 15 // 2)
     with pytest.raises(SettingsError, match=r"of main memory and swap space"):
         check(500_000_000)  # 16 bytes each take 7.45 GiB, and swaps need more
-
-
-@pytest.mark.parametrize(("name", "has_own"), [("cpu", False), ("mps", False), ("cuda:1", True)])
-def test_only_cards_have_memory_and_streams_beside_the_machine(name: str, has_own: bool) -> None:
-    assert devices.has_own_memory(torch.device(name)) == has_own
-
-
-def test_mps_waits_without_naming_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    waited: list[tuple[object, ...]] = []
-    monkeypatch.setattr(torch.mps, "synchronize", lambda *arguments: waited.append(arguments))
-    synchronize(MPS)
-    synchronize(CPU)
-    assert waited == [()]
 
 
 def test_peaks_are_those_of_the_maker_and_unknown_cards_have_none() -> None:

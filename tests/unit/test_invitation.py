@@ -41,6 +41,8 @@ def test_peers_with_different_invitations_to_a_run_know_each_other() -> None:
 def test_strangers_thieves_and_those_who_are_late_are_refused(membership: bytes, now_s: float, words: str) -> None:
     with pytest.raises(NotInvited, match=words):
         HERE.check(membership, peer_id=PEER, now_s=now_s)
+    with pytest.raises(NotInvited, match="ask for a new ticket"):
+        HERE.check_time(NOW_S + 1001)
 
 
 @given(st.data())
@@ -64,13 +66,6 @@ def test_a_ticket_carries_it() -> None:
     assert Ticket.decode(replace(ticket, invitation=None).encode()).invitation is None
 
 
-def test_what_a_peer_shows_holds_no_secret() -> None:
-    listing = HERE.listing(DIGEST)
-    shown = HERE.membership(PEER) + listing.mark(PEER).encode() + listing.view.encode()
-    assert HERE.seed not in shown
-    assert HERE.secret not in shown
-
-
 def test_only_members_can_mark_a_record() -> None:
     here, foreign = HERE.listing(DIGEST), FOREIGN.listing(DIGEST)
     good = THERE.listing(DIGEST).mark(PEER)
@@ -84,9 +79,7 @@ def test_only_members_can_mark_a_record() -> None:
 def test_what_is_listed_tells_nobody_of_which_run() -> None:
     views = {HERE.listing(DIGEST).view, HERE.listing("cd" * 32).view, FOREIGN.listing(DIGEST).view}
     assert len(views) == 3, "it takes the secret and the digest to name a view"
+    shown = HERE.membership(PEER) + HERE.listing(DIGEST).mark(PEER).encode() + HERE.listing(DIGEST).view.encode()
+    assert HERE.seed not in shown
+    assert HERE.secret not in shown
     assert not any(DIGEST in view or RUN_KEY.public_key.hex() in view for view in views)
-
-
-def test_an_invitation_that_is_over_is_told_at_the_start() -> None:
-    with pytest.raises(NotInvited, match="ask for a new ticket"):
-        HERE.check_time(NOW_S + 1001)

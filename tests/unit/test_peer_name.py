@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from noloco_p2p.errors import SettingsError
 from noloco_p2p.peer_name import MAX_CHARS, check, shown
 from noloco_p2p.settings import PeerSettings
-from noloco_p2p.telemetry.console import cells
 
 LONG = "a" * (MAX_CHARS + 1)
 NUMEROUS = "\ufdfa"  # one letter that NFKC expands to eighteen
@@ -75,8 +74,3 @@ def test_what_is_shown_is_printable_short_and_a_name_itself(value: object) -> No
     assert name.isprintable()
     assert len(name) <= MAX_CHARS
     assert check(name) == name
-
-
-@pytest.mark.parametrize(("text", "width"), [("abc", 3), ("東京", 4), ("e\u0301", 1), ("Ｗ", 2), ("עדה", 3), ("", 0)])
-def test_columns_of_a_terminal(text: str, width: int) -> None:
-    assert cells(text) == width

@@ -12,28 +12,15 @@ from noloco_p2p.cli.entry import MAX_FILE_BYTES, check_writable, resolve, write
 from noloco_p2p.errors import SettingsError
 
 
-def test_what_was_written_is_found(tmp_path: Path) -> None:
-    file = tmp_path / "ticket"
-    write(file, "noloco1abc", flag="--ticket-file")
-    write(file, "noloco1def", flag="--ticket-file")
-    assert resolve(f"@{file}", timeout_s=0) == "noloco1def"
-    assert [path.name for path in tmp_path.iterdir()] == ["ticket"]
-
-
 def test_a_secret_ticket_is_for_this_user_alone(tmp_path: Path) -> None:
-    for is_secret, mode in ((True, 0o600), (False, 0o666 & ~umask())):
-        file = tmp_path / f"ticket {is_secret}"
-        write(file, "noloco1abc", flag="--ticket-file", is_secret=is_secret)
+    os.umask(before := os.umask(0o022))
+    for is_secret, mode in ((True, 0o600), (False, 0o666 & ~before)):
+        file = tmp_path / f"ticket-{is_secret}"
+        for text in ("noloco1abc", "noloco1def"):
+            write(file, text, flag="--ticket-file", is_secret=is_secret)
         assert file.stat().st_mode & 0o777 == mode
-
-
-def umask() -> int:
-    before = os.umask(0o022)
-    os.umask(before)
-    return before
-
-
-def test_anything_without_an_at_stays_as_it_is() -> None:
+        assert resolve(f"@{file}", timeout_s=0) == "noloco1def"
+    assert len([*tmp_path.iterdir()]) == 2
     assert resolve("run.toml") == "run.toml"
 
 

@@ -8,7 +8,6 @@ import pytest
 from transformers import Qwen3Config
 
 from noloco_p2p.cli.app import run
-from noloco_p2p.presets import PRESETS
 from noloco_p2p.spec import TrainerSpec
 
 TINY = """\
@@ -66,8 +65,3 @@ def test_too_many_stages_are_refused_and_nothing_is_written(capsys: pytest.Captu
     assert run(["init", "run.toml", "--stages", "4"]) == 3
     assert "pipeline.stages is 4, but the model has only 3 blocks" in capsys.readouterr().err
     assert not Path("run.toml").exists()
-
-
-def test_one_stage_is_a_run_as_ever() -> None:
-    assert run(["init", "run.toml", "--stages", "1"]) == 0
-    assert TrainerSpec.load("run.toml") == PRESETS["tiny"]

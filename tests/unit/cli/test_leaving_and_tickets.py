@@ -53,11 +53,10 @@ def test_who_was_asked_to_leave_has_left_when_its_lock_is_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(local, "ask", lambda *_: {"pid": 4711})
-    lock = control.FolderLock(tmp_path)
-    lock.acquire()
+    lock = control.hold(tmp_path)
     assert run(["leave", "--state-dir", str(tmp_path), "--timeout", "0.1"]) == 1
     assert "process 4711" in capsys.readouterr().out
-    lock.release()
+    lock.close()
     assert run(["leave", "--state-dir", str(tmp_path)]) == 0
 
 

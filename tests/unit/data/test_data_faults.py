@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gzip
-import json
 import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -51,8 +51,7 @@ def read_all(path: Path) -> tuple[list[str], list[Fault]]:
 
 
 def write_truncated_gzip(path: Path) -> None:
-    lines = "".join(json.dumps({"text": f"text {number} " * 50}) + "\n" for number in range(2000)).encode()
-    path.write_bytes(gzip.compress(lines)[:-2000])
+    path.write_bytes(gzip.compress(b'{"text": "good"}\n' * 200) + gzip.compress(b'{"text": "cut"}\n')[:-12])
 
 
 def write_damaged_group(path: Path) -> None:
@@ -70,78 +69,53 @@ def write_lines(*lines: str | bytes) -> Callable[[Path], object]:
     return lambda path: path.write_bytes(b"".join(line + b"\n" for line in encoded))
 
 
+def write_table(**columns: list[Any]) -> Callable[[Path], object]:
+    return lambda path: pq.write_table(pa.table(columns), path)
+
+
 GOOD = '{"text": "good"}'
-CASES = [
+NO_FIELD = "the fields (body) include neither 'text' nor 'input_ids'"
+CASES: list[tuple[str, Callable[[Path], object], int, list[str]]] = [
     ("bad.jsonl", write_lines(GOOD, '{"text": oops', GOOD), 2, ["line 2: not JSON: Expecting value"]),
     ("bytes.jsonl", write_lines(GOOD, b'{"text": "\xff"}', GOOD), 2, ["line 2: not JSON: 'utf-8' codec"]),
     ("list.jsonl", write_lines(GOOD, "", "5"), 1, ["line 3: expected a JSON object, got int"]),
-    (
-        "field.jsonl",
-        write_lines('{"body": "a"}', GOOD),
-        1,
-        ["line 1: the fields (body) include neither 'text' nor 'input_ids'"],
-    ),
+    ("field.jsonl", write_lines('{"body": "a"}', GOOD), 1, [f"line 1: {NO_FIELD}"]),
     (
         "number.jsonl",
         write_lines('{"text": 5}', GOOD),
         1,
-        ["line 1: field 'text' (data.text_field) has type int instead of str"],
+        ["field 'text' (data.text_field) has type int instead of str"],
     ),
     (
         "ids.jsonl",
-        write_lines('{"input_ids": ["a"]}', GOOD),
-        1,
-        ["line 1: field 'input_ids' is not a list of integers"],
-    ),
-    (
-        "mask.jsonl",
-        write_lines('{"input_ids": [5, 6], "attention_mask": [1]}', GOOD),
-        1,
-        ["line 1: attention_mask has 1 entries, but input_ids has 2"],
-    ),
-    (
-        "ids.jsonl",
-        write_lines(*(f'{{"input_ids": {ids}}}' for ids in ("5", "[[1], [2, 3]]", '{"a": 1}', '"text"')), GOOD),
+        write_lines(*(f'{{"input_ids": {ids}}}' for ids in ("5", "[[1], [2, 3]]", '{"a": 1}', '["a"]')), GOOD),
         1,
         [f"line {number}: field 'input_ids' is not a list of integers" for number in (1, 2, 3, 4)],
     ),
     (
         "mask.jsonl",
-        write_lines('{"input_ids": [5], "attention_mask": 1}', '{"input_ids": [], "attention_mask": []}', GOOD),
+        write_lines(*(f'{{"input_ids": [5, 6], "attention_mask": {mask}}}' for mask in ("1", "[1]", "[1, 1]"))),
         1,
-        ["line 1: field 'attention_mask' is not a list"],
+        ["line 1: field 'attention_mask' is not a list", "line 2: attention_mask has 1 entries, but input_ids has 2"],
     ),
     ("deep.json", lambda path: path.write_text("[" * 100_000), 0, ["cannot be read: maximum recursion depth"]),
-    (
-        "ids.parquet",
-        lambda path: pq.write_table(pa.table({"input_ids": [5, 6]}), path),
-        0,
-        [f"line {number}: field 'input_ids' is not a list of integers" for number in (1, 2)],
-    ),
-    ("bad.jsonl.gz", lambda path: path.write_bytes(b"no gzip"), 0, ["cannot be read: Not a gzipped file"]),
-    ("cut.jsonl.gz", write_truncated_gzip, None, ["cannot be read: Compressed file ended before the end-of-stream"]),
+    ("ids.parquet", write_table(input_ids=[5]), 0, ["line 1: field 'input_ids' is not a list of integers"]),
+    ("bad.jsonl.gz", write_lines("no gzip"), 0, ["cannot be read: Not a gzipped file"]),
+    ("cut.jsonl.gz", write_truncated_gzip, 200, ["cannot be read: Compressed file ended before the end-of-stream"]),
     ("bad.txt", write_lines("first", b"\xff\xfe", "last"), 1, ["line 2: not UTF-8 text"]),
-    ("bad.parquet", lambda path: path.write_bytes(b"no parquet at all"), 0, ["cannot be read: Parquet magic bytes"]),
+    ("bad.parquet", write_lines("no parquet at all"), 0, ["cannot be read: Parquet magic bytes"]),
     ("group.parquet", write_damaged_group, 20, ["line 11: rows 11 to 20 cannot be read"]),
-    (
-        "field.parquet",
-        lambda path: pq.write_table(pa.table({"body": ["a"]}), path),
-        0,
-        ["the fields (body) include neither 'text' nor 'input_ids'; data.text_field"],
-    ),
+    ("field.parquet", write_table(body=["a"]), 0, [f"{NO_FIELD}; data.text_field"]),
 ]
 
 
 @pytest.mark.parametrize(("name", "write", "num_good", "messages"), CASES, ids=[case[0] for case in CASES])
 def test_a_fault_has_file_line_and_reason_and_the_rest_is_read(
-    tmp_path: Path, name: str, write: Callable[[Path], object], num_good: int | None, messages: list[str]
+    tmp_path: Path, name: str, write: Callable[[Path], object], num_good: int, messages: list[str]
 ) -> None:
     write(tmp_path / name)
     texts, faults = read_all(tmp_path / name)
-    if num_good is not None:
-        assert len(texts) == num_good
-    else:
-        assert len(texts) > 100
+    assert len(texts) == num_good
     assert len(faults) == len(messages)
     for fault, message in zip(faults, messages, strict=True):
         assert str(fault).startswith(f"{tmp_path / name}")
@@ -278,9 +252,3 @@ def test_a_network_that_never_comes_back_is_an_error_and_a_wait_ends_when_it_is_
     told.set()
     with pytest.raises(DataError, match="no data could be read for 0 s"):
         list(Reader(flaky.source, stop=told).epoch())
-
-
-def test_places_of_something_else_are_refused() -> None:
-    for wrong in ([], [1, 2], ["x"] * 4, [0, 0, 0, 5], [0, 0, 0, [1]], 5, None):
-        with pytest.raises((TypeError, ValueError)):
-            Place.from_json(wrong)

@@ -11,14 +11,12 @@ from typing import Any
 import pytest
 import torch
 from harness.patience import PATIENCE_S
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 from transformers import ByT5Tokenizer
 
-from noloco_p2p.data.documents import Document, Piece, Unavailable
+from noloco_p2p.data.documents import Piece, Unavailable
 from noloco_p2p.data.prefetch import Prefetcher
-from noloco_p2p.data.reader import MAX_FAILURES, Reader, Source
+from noloco_p2p.data.reader import Reader, Source
 from noloco_p2p.data.sources import unused_bindings
 from noloco_p2p.data.stream import TokenStream, validation_batches
 from noloco_p2p.errors import DataError, SpecError
@@ -57,39 +55,22 @@ def equal(left: list[Tensor], right: list[Tensor]) -> bool:
 def test_each_source_gets_its_share_of_the_tokens(bindings: dict[str, str]) -> None:
     stream = make_stream(bindings)
     counts = Counter(torch.cat(take(stream, 1200)).flatten().tolist())
-    taken = stream._taken
+    taken = [feed.taken_tokens for feed in stream._feeds]
     for index, part in enumerate(THREE):
         assert taken[index] / sum(taken) == pytest.approx(part.weight / 10, abs=0.02)
         assert 0.7 * taken[index] < counts[ord(part.source) + 3] < taken[index]  # the rest are digits and end tokens
 
 
-def test_a_mixture_goes_on_exactly_after_a_restart(bindings: dict[str, str]) -> None:
-    for after in (0, 1, 50, 333):
-        stream = make_stream(bindings)
-        take(stream, after)
-        state = json.loads(json.dumps(stream.state_dict()))
-        resumed = make_stream(bindings)
-        resumed.load_state_dict(state)
-        assert equal(take(resumed, 60), take(stream, 60))
-
-
-def test_a_state_of_another_mixture_is_refused(bindings: dict[str, str]) -> None:
-    one = DataSpec(source="a", sequence_length=32)
-    with pytest.raises(DataError, match=r"data position in the checkpoint cannot be read.*3 sources"):
-        make_stream(bindings, one).load_state_dict(make_stream(bindings).state_dict())
-
-
-def test_held_out_sequences_come_from_all_sources(bindings: dict[str, str]) -> None:
-    batches = validation_batches(MIX, tokenizer=TOKENIZER, bindings=bindings, num_sequences=20, batch_size=8)
-    rows = torch.cat(batches)
-    assert len(rows) == 20
-    assert [int((rows == ord(name) + 3).any(1).sum()) for name in "abc"] == [12, 6, 2]
-
-
-def test_shares_that_are_rounded_off_are_not_lost(bindings: dict[str, str]) -> None:
-    thirds = DataSpec(source="mix", sequence_length=32, holdout=0.2, mix=tuple(MixSpec(source=name) for name in "abc"))
-    batches = validation_batches(thirds, tokenizer=TOKENIZER, bindings=bindings, num_sequences=10, batch_size=8)
-    assert [int((torch.cat(batches) == ord(name) + 3).any(1).sum()) for name in "abc"] == [3, 4, 3]
+@pytest.mark.parametrize(
+    ("weights", "number", "shares"), [((6, 3, 1), 20, [12, 6, 2]), ((1, 1, 1), 10, [3, 4, 3])], ids=["whole", "rounded"]
+)
+def test_held_out_sequences_come_from_all_sources(
+    weights: tuple[int, ...], number: int, shares: list[int], bindings: dict[str, str]
+) -> None:
+    mix = tuple(MixSpec(source=name, weight=weight) for name, weight in zip("abc", weights, strict=True))
+    data = DataSpec(source="mix", mix=mix, sequence_length=32, holdout=0.2)
+    batches = validation_batches(data, tokenizer=TOKENIZER, bindings=bindings, num_sequences=number, batch_size=8)
+    assert [int((torch.cat(batches) == ord(name) + 3).any(1).sum()) for name in "abc"] == shares
 
 
 def test_a_mixture_is_named_as_such_and_has_no_mixture_within() -> None:
@@ -106,52 +87,6 @@ def test_a_mixture_is_named_as_such_and_has_no_mixture_within() -> None:
 
 def test_bindings_of_no_use_are_known() -> None:
     assert unused_bindings(MIX, {"a": "x", "b.validation": "y", "d": "z", "d.validation": "z"}) == ["d", "d.validation"]
-
-
-# a network that fails, and a restart
-
-
-@settings(max_examples=12)
-@given(
-    failing=st.sets(st.tuples(st.integers(0, 5), st.integers(0, 39)), max_size=MAX_FAILURES),
-    after=st.integers(1, 30),
-    others=st.sets(st.tuples(st.integers(0, 5), st.integers(0, 39)), max_size=6),
-)
-def test_a_restart_continues_exactly_though_files_failed(
-    failing: set[tuple[int, int]], after: int, others: set[tuple[int, int]]
-) -> None:
-    """The batches are bit-identical, and so are the blocks after them unless other files fail there."""
-
-    def stream_of(failing: set[tuple[int, int]]) -> TokenStream:
-        def piece(index: int) -> Piece:
-            def rows(start: int) -> Any:
-                for row in range(start, 40):
-                    if (index, row) in failing:
-                        failing.remove((index, row))
-                        raise Unavailable("reset by peer")
-                    yield Document(f"{index}/{row} " * 5, origin="")
-
-            return Piece(str(index), rows)
-
-        stop = threading.Event()
-        stop.wait = lambda timeout=None: False  # return at once
-        data = DataSpec(sequence_length=32)
-        stream = make_stream({}, data, stop=stop)
-        source = Source([piece(index) for index in range(6)], thin=False)
-        stream._readers = [Reader(source, order="p", holdout=data.holdout, stop=stop)]
-        return stream
-
-    to_come = set(failing)
-    stream = stream_of(to_come)
-    take(stream, after)
-    state = json.loads(json.dumps(stream.state_dict()))
-    resumed, with_others = stream_of(set(to_come)), stream_of(set(others))
-    resumed.load_state_dict(state)
-    with_others.load_state_dict(state)
-    num_left = len(stream.position.rest) // 4
-    expected = take(stream, max(num_left, 60))
-    assert equal(take(resumed, len(expected)), expected)
-    assert equal(take(with_others, num_left), expected[:num_left])
 
 
 # the worker
@@ -194,7 +129,8 @@ def test_closing_ends_the_worker_while_it_waits_for_the_network(bindings: dict[s
         raise Unavailable("no route to host")
         yield
 
-    stream._readers = [Reader(Source([Piece("x", rows)], thin=False), stop=stream.stop)] * 3
+    for feed in stream._feeds:
+        feed.reader = Reader(Source([Piece("x", rows)], thin=False), stop=stream.stop)
     ahead = Prefetcher(stream)
     asking = threading.Thread(target=lambda: next(ahead, None))
     asking.start()

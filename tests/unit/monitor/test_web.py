@@ -6,8 +6,6 @@ import re
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -19,194 +17,154 @@ from prometheus_client.parser import text_string_to_metric_families
 from recorded import changed
 
 from noloco_p2p.monitor import web
-from noloco_p2p.monitor.watcher import Watcher
+from noloco_p2p.monitor.tables import Choice
+from noloco_p2p.monitor.watcher import Health, Watcher
 from noloco_p2p.monitor.web import MAX_SAMPLES, MEETINGS_SHOWN_S, PAGE_PEERS, SAMPLE_S, STATIC, LiveSwarm, app
-from noloco_p2p.telemetry.http import HttpServer
-from noloco_p2p.telemetry.prometheus import STAGES
+from noloco_p2p.swarm.records import PeerRecord
+from noloco_p2p.telemetry.http import serving
+from noloco_p2p.telemetry.prometheus import STAGES, swarm_page
 from noloco_p2p.ticket import Ticket
 
 NOW_S = time.time()
 TICKET = Ticket("crowd", "c0" * 32, ())
-APIS = ("api/page", "api/page?page=99999999999&sort=none&words=%00", "api/status", "api/history")
 
 
 class Site:
-    """The page of a synthetic swarm, served at a port of its own."""
+    """What the page of a synthetic swarm shows."""
 
-    def __init__(self, num_peers: int) -> None:
-        self.watcher, self.crowd, self.url = Watcher(TICKET), Crowd(num_peers, began_s=NOW_S - 2000), ""
+    def __init__(self, num_peers: int = 4) -> None:
+        self.watcher, self.crowd = Watcher(TICKET), Crowd(num_peers, began_s=NOW_S - 2000)
         self.swarm = LiveSwarm(self.watcher.meetings)
         self.now_s = NOW_S
+        self.look()
 
-    def look(self, *, after_s: float = 0.0) -> None:
+    def look(self, *peers: PeerRecord, after_s: float = 0.0) -> None:
+        """Look at the swarm, which from now on consists of `peers` if there are any."""
+        if peers:
+            self.crowd.peers[:] = peers
+            self.watcher.members.clear()
         self.now_s += after_s
         records = self.crowd.records(self.now_s)
         self.swarm.show(self.watcher.take(records, directory_age_s=0.5, now_s=self.now_s))
 
-    async def get(self, path: str, method: str = "GET") -> tuple[int, bytes, dict[str, str]]:
-        def ask() -> tuple[int, bytes, dict[str, str]]:
-            try:
-                request = urllib.request.Request(self.url + path, method=method)
-                with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
-                    return answer.status, answer.read(), dict(answer.headers)
-            except urllib.error.HTTPError as error:
-                with error:
-                    return error.code, error.read(), dict(error.headers)
-
-        return await asyncio.to_thread(ask)
+    def samples(self) -> list[Any]:
+        text = swarm_page(self.swarm.summary, healths=list(Health)).decode()
+        return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
 
 
-@asynccontextmanager
-async def site(num_peers: int = 4) -> AsyncIterator[Site]:
-    made = Site(num_peers)
-    server = HttpServer(app(made.swarm), host="127.0.0.1", port=0)
-    made.look()
-    await server.start(flag="--listen")
-    made.url = f"http://127.0.0.1:{server.port}/"
+def get(url: str, method: str = "GET") -> tuple[int, bytes, dict[str, str]]:
     try:
-        yield made
-    finally:
-        await server.stop()
+        with urllib.request.urlopen(urllib.request.Request(url, method=method), timeout=PATIENCE_S) as answer:
+            return answer.status, answer.read(), dict(answer.headers)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read(), dict(error.headers)
 
 
-def on_site(check: Callable[[Site], Any], num_peers: int = 4) -> None:
+def test_every_path_answers_and_nothing_can_be_changed() -> None:
+    site = Site()
+
+    def check(url: str) -> None:
+        paths = ("", "static/page.js", "static/uPlot.iife.min.js", "static/page.css", "healthz", "metrics")
+        odd = "api/page?page=99999999999&sort=none&words=%00"
+        for path in (*paths, "api/page", odd, "api/status", "api/history"):
+            status, body, headers = get(url + path)
+            assert (status, bool(body)) == (200, True), path
+            assert "default-src 'none'" in headers["content-security-policy"]
+        assert get(url + "api/status", "POST")[0] == 405
+        assert get(url + "static/../web.py")[0] == get(url + "static/..%2fweb.py")[0] == 404
+        status = json.loads(get(url + "api/status")[1])
+        assert (status["version"], status["run"], len(status["peers"])) == (1, "crowd", 4)
+        assert "addresses" not in status["peers"][0]
+        name = status["peers"][0]["peer_id"]
+        curves = json.loads(get(url + f"api/history?id={name}&id=nobody")[1])
+        assert list(curves["losses"]) == [name]
+        assert len(curves["losses"][name]) == len(curves["time_s"]) == len(curves["apart"]) == 1
+        first = json.loads(get(url + "api/page?sort=loss&descending=1&page=0&words=nobody")[1])
+        assert first["rows"] == []
+        site.swarm.looked_at_s -= 60.0
+        assert get(url + "healthz")[0] == 503, "a blind monitor is not healthy"
+
     async def main() -> None:
-        async with site(num_peers) as made:
-            await check(made)
+        async with serving(app(site.swarm), host="127.0.0.1", port=0, flag="--listen") as port:
+            await asyncio.to_thread(check, f"http://127.0.0.1:{port}/")
 
     asyncio.run(main())
 
 
-def test_every_path_answers_and_nothing_can_be_changed() -> None:
-    async def check(made: Site) -> None:
-        for path in ("", "static/page.js", "static/uPlot.iife.min.js", "static/page.css", "healthz", *APIS):
-            status, body, headers = await made.get(path)
-            assert status == 200, path
-            assert body
-            assert "default-src 'none'" in headers["content-security-policy"]
-        assert (await made.get("api/status", "POST"))[0] == 405
-        assert (await made.get("static/../web.py"))[0] == 404
-        assert (await made.get("static/..%2fweb.py"))[0] == 404
-        status = json.loads((await made.get("api/status"))[1])
-        assert (status["version"], status["run"], len(status["peers"])) == (1, "crowd", 4)
-        assert "addresses" not in status["peers"][0]
-        name = status["peers"][0]["peer_id"]
-        curves = json.loads((await made.get(f"api/history?id={name}&id=nobody"))[1])
-        assert list(curves["losses"]) == [name]
-        assert len(curves["losses"][name]) == len(curves["time_s"]) == len(curves["apart"]) == 1
-
-    on_site(check)
-
-
 def test_prometheus_gets_few_series_however_large_the_swarm() -> None:
-    async def check(made: Site) -> None:
-        families = text_string_to_metric_families((await made.get("metrics"))[1].decode())
-        samples = [sample for family in families for sample in family.samples]
-        assert len(samples) < 40
-        assert sum(s.value for s in samples if s.name == "noloco_swarm_peers") == 200
-
-    on_site(check, num_peers=200)
+    samples = Site(200).samples()
+    assert len(samples) < 40
+    assert sum(sample.value for sample in samples if sample.name == "noloco_swarm_peers") == 200
+    assert not [sample for sample in samples if "stage" in sample.name], "peers hold whole models"
 
 
 def test_prometheus_gets_one_series_for_each_stage() -> None:
-    async def check(made: Site) -> None:
-        assert "noloco_swarm_stage" not in (await made.get("metrics"))[1].decode(), "peers hold whole models"
-        head, inner, other, *_ = made.crowd.peers
-        made.crowd.peers[:] = [
-            changed(head, stages=3, capacity=10.0, queue=2, microbatches=8, late_microbatches=1),
-            replace(changed(inner, capacity=3.0, queue=1, lost_microbatches=4), stages=3, stage=1),
-            replace(changed(other, capacity=4.0, queue=5, lost_microbatches=2), stages=3, stage=1),
-        ]
-        made.watcher.members.clear()
-        made.look(after_s=2.0)
-        families = list(text_string_to_metric_families((await made.get("metrics"))[1].decode()))
-        found = {
-            family.name.removeprefix("noloco_swarm_stage_"): {s.labels["stage"]: s.value for s in family.samples}
-            for family in families
-            if family.name.startswith("noloco_swarm_stage_")
-        }
-        assert found.keys() == {family.name.removeprefix("noloco_swarm_stage_") for family in STAGES}
-        assert found["peers"] == {"0": 1, "1": 2, "2": 0}
-        assert found["capacity"] == {"0": 10, "1": 7, "2": 0}
-        assert found["queue"] == {"0": 2, "1": 6, "2": 0}
-        assert found["late_microbatches"] == {"0": 1, "1": 0, "2": 0}
-        assert found["lost_microbatches"] == {"0": 0, "1": 6, "2": 0}
-
-    on_site(check)
+    site = Site()
+    head, inner, other, *_ = site.crowd.peers
+    site.look(
+        changed(head, stages=3, capacity=10.0, queue=2, microbatches=8, late_microbatches=1),
+        replace(changed(inner, capacity=3.0, queue=1, lost_microbatches=4), stages=3, stage=1),
+        replace(changed(other, capacity=4.0, queue=5, lost_microbatches=2), stages=3, stage=1),
+        after_s=2.0,
+    )
+    found: dict[str, list[float]] = {family.key: [] for family in STAGES}
+    for sample in site.samples():
+        if sample.name.startswith("noloco_swarm_stage_"):
+            assert int(sample.labels["stage"]) == (2, 1, 0)[len(found[sample.name.removeprefix("noloco_swarm_stage_")])]
+            found[sample.name.removeprefix("noloco_swarm_stage_")].append(sample.value)
+    assert (found["peers"], found["capacity"], found["queue"]) == ([0, 2, 1], [0, 7, 10], [0, 6, 2])
+    assert (found["late_microbatches"], found["lost_microbatches"]) == ([0, 0, 1], [0, 6, 0])
+    assert all(found.values())
 
 
 def test_the_page_is_told_its_text_and_who_has_just_swapped_with_whom() -> None:
-    async def check(made: Site) -> None:
-        for _ in range(60):
-            made.look(after_s=4.0)
-        page = json.loads((await made.get("api/page"))[1])
-        assert {len(row["cells"]) for row in page["rows"]} == {len(page["columns"])}
-        assert [value["name"] for value in page["values"]][:2] == ["peers alive", "loss"]
-        assert page["values"][0]["text"] == "4"
-        known = {peer["id"] for peer in page["graph"]}
-        assert page["meetings"]
-        assert all({peer, partner} <= known for _, peer, partner in page["meetings"])
-        assert len(page["meetings"]) < len(made.watcher.meetings)
-        assert all(0 <= made.now_s - at_s <= MEETINGS_SHOWN_S + 0.1 for at_s, _, _ in page["meetings"])
-        assert page["curves"]["ids"] == sorted(known)
-
-    on_site(check)
+    site = Site()
+    for _ in range(60):
+        site.look(after_s=4.0)
+    page = site.swarm.page(Choice(), 0)
+    assert {len(row["cells"]) for row in page["rows"]} == {len(page["columns"])}
+    assert [value["name"] for value in page["values"]][:2] == ["peers alive", "loss"]
+    assert page["values"][0]["text"] == "4"
+    known = {peer["id"] for peer in page["graph"]}
+    assert 0 < len(page["meetings"]) < len(site.watcher.meetings)
+    assert all({peer, partner} <= known for _, peer, partner in page["meetings"])
+    assert all(0 <= site.now_s - at_s <= MEETINGS_SHOWN_S + 0.1 for at_s, _, _ in page["meetings"])
+    assert page["curves"]["ids"] == sorted(known)
 
 
 def test_the_page_is_sorted_searched_and_cut_by_the_monitor() -> None:
-    async def check(made: Site) -> None:
-        async def ask(query: str) -> dict[str, Any]:
-            return json.loads((await made.get(f"api/page?{query}"))[1])
+    swarm = Site(120).swarm
 
-        def losses(page: dict[str, Any]) -> list[float]:
-            place = [column["name"] for column in page["columns"]].index("loss")
-            return [float(row["cells"][place]) for row in page["rows"]]
+    def losses(page: dict[str, Any]) -> list[float]:
+        place = [column["name"] for column in page["columns"]].index("loss")
+        return [float(row["cells"][place]) for row in page["rows"]]
 
-        first, last = await ask("sort=loss&descending=1"), await ask("sort=loss&descending=1&page=7")
-        assert (first["num_rows"], first["num_pages"], first["page"], last["page"]) == (120, 3, 0, 2)
-        assert (len(first["rows"]), len(last["rows"]), len(first["graph"])) == (PAGE_PEERS, 20, 120)
-        assert losses(first) == sorted(losses(first), reverse=True)
-        assert losses(first)[-1] >= losses(last)[0]
-        assert first["curves"]["ids"] == [], "too many"
-        name = first["rows"][3]["peer"]
-        found = await ask(f"words={name[-5:].upper()}")
-        assert sorted(row["peer"] for row in found["rows"]) == found["curves"]["ids"]
-        assert name in found["curves"]["ids"], "beside those whose last partner it was"
-        assert len(found["rows"]) < 10
-        assert (await ask("words=nobody"))["rows"] == []
-
-    on_site(check, num_peers=120)
+    by_loss = Choice("loss", descending=True)
+    first, last = swarm.page(by_loss, 0), swarm.page(by_loss, 7)
+    assert (first["num_rows"], first["num_pages"], first["page"], last["page"]) == (120, 3, 0, 2)
+    assert (len(first["rows"]), len(last["rows"]), len(first["graph"])) == (PAGE_PEERS, 20, 120)
+    assert losses(first) == sorted(losses(first), reverse=True)
+    assert losses(first)[-1] >= losses(last)[0]
+    assert first["curves"]["ids"] == [], "too many"
+    name = first["rows"][3]["peer"]
+    found = swarm.page(Choice(words=name[-5:].upper()), 0)
+    assert sorted(row["peer"] for row in found["rows"]) == found["curves"]["ids"]
+    assert name in found["curves"]["ids"], "beside those whose last partner it was"
+    assert len(found["rows"]) < 10
 
 
 def test_the_page_is_told_the_stages_and_who_sends_to_whom() -> None:
-    async def check(made: Site) -> None:
-        head, inner, *_ = made.crowd.peers
-        made.crowd.peers[:] = [
-            changed(head, stages=3, capacity=10.0, sends_to=(inner.peer_id[-6:],)),
-            replace(inner, stages=3, stage=1),
-        ]
-        made.watcher.members.clear()
-        made.look(after_s=2.0)
-        page = json.loads((await made.get("api/page"))[1])
-        assert [(row["cells"][:2], row["health"]) for row in page["stages"]] == [
-            (["1", "1"], ""),
-            (["2", "empty"], "empty"),
-            (["0 (head)", "1"], ""),
-        ]
-        shown = [(peer["stage"], peer["sends_to"]) for peer in page["graph"]]
-        assert shown == [(0, [inner.peer_id[-6:]]), (1, [])]
-        assert page["curves"]["ids"] == [head.peer_id], "other stages have no loss"
-        assert page["notices"][0]["text"].startswith("No peer holds stage 2")
-
-    on_site(check)
-
-
-def test_a_blind_monitor_is_not_healthy() -> None:
-    async def check(made: Site) -> None:
-        made.swarm.looked_at_s -= 60.0
-        assert (await made.get("healthz"))[0] == 503
-
-    on_site(check)
+    site = Site()
+    head, inner, *_ = site.crowd.peers
+    sends_to = (inner.peer_id[-6:],)
+    site.look(changed(head, stages=3, capacity=10.0, sends_to=sends_to), replace(inner, stages=3, stage=1), after_s=2.0)
+    page = site.swarm.page(Choice(), 0)
+    stages = [(row["cells"][:2], row["health"]) for row in page["stages"]]
+    assert stages == [(["1", "1"], ""), (["2", "empty"], "empty"), (["0 (head)", "1"], "")]
+    assert [(peer["stage"], [*peer["sends_to"]]) for peer in page["graph"]] == [(0, [*sends_to]), (1, [])]
+    assert page["curves"]["ids"] == [head.peer_id], "other stages have no loss"
+    assert page["notices"][0]["text"].startswith("No peer holds stage 2")
 
 
 @pytest.mark.parametrize("name", ["index.html", "page.js", "charts.js", "page.css"])
@@ -215,10 +173,6 @@ def test_the_page_names_no_other_host(name: str) -> None:
     assert not re.findall(r"(?:https?:)?//[\w.-]+\.\w+", text.replace("http://www.w3.org/2000/svg", ""))
     assert 'href="/' not in text
     assert 'src="/' not in text, "a proxy may serve the page under any path"
-
-
-def test_the_licence_of_what_others_wrote_is_shipped() -> None:
-    assert "MIT" in (STATIC / "uPlot.LICENSE").read_text()
 
 
 def summaries(num_peers: int, *, every_s: float, number: int) -> list[dict[str, Any]]:

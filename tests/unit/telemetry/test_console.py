@@ -1,43 +1,27 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
-from noloco_p2p.telemetry.console import count, loss, mib, percent, report_line
+from noloco_p2p.telemetry.console import cells, count, duration, loss, mib, percent, report_line
 from noloco_p2p.telemetry.metrics import METRICS, Metrics
 
 
 @pytest.mark.parametrize(
-    ("num_bytes", "text"),
+    ("show", "texts"),
     [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1.0 KiB"),
-        (3_400_000, "3.2 MiB"),
-        (2**40, "1.0 TiB"),
-        (2**60, "1048576.0 TiB"),
+        (mib, {0: "0 B", 1023: "1023 B", 1024: "1.0 KiB", 3_400_000: "3.2 MiB", 2**60: "1048576.0 TiB"}),
+        (count, {0: "0", 999: "999", 1_000: "1k", 8_124: "8.12k", 1_234_567: "1.23M", 7e9: "7B", 999_700: "1M"}),
+        (percent, {0.0: "0 %", 5e-5: "<0.01 %", 0.0039: "0.39 %", 0.021: "2.1 %", 1.5: "150 %"}),
+        (duration, {0: "0 s", 59.4: "59 s", 95: "1 min 35 s", 7300: "2 h 1 min", 400_000: "4 d 15 h"}),
+        (loss, {None: "-", 3.41249: "3.412"}),
+        (cells, {"abc": 3, "東京": 4, "e\u0301": 1, "Ｗ": 2, "עדה": 3, "": 0}),
     ],
 )
-def test_bytes(num_bytes: int, text: str) -> None:
-    assert mib(num_bytes) == text
-
-
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [(0, "0"), (999, "999"), (1_000, "1k"), (8_124, "8.12k"), (1_234_567, "1.23M"), (7e9, "7B"), (999_700, "1M")],
-)
-def test_counts(number: float, text: str) -> None:
-    assert count(number) == text
-
-
-def test_loss() -> None:
-    assert (loss(None), loss(3.41249)) == ("-", "3.412")
-
-
-@pytest.mark.parametrize(
-    ("share", "text"), [(0.0, "0 %"), (5e-5, "<0.01 %"), (0.0039, "0.39 %"), (0.021, "2.1 %"), (1.5, "150 %")]
-)
-def test_shares(share: float, text: str) -> None:
-    assert percent(share) == text
+def test_formats(show: Callable[[Any], object], texts: dict[Any, object]) -> None:
+    assert {value: show(value) for value in texts} == texts
 
 
 def test_a_report_is_one_line() -> None:

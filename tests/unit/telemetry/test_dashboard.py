@@ -54,16 +54,3 @@ def test_the_variables_name_metrics_that_exist() -> None:
     asked = {name for each in dashboard()["templating"]["list"] for name in QUERY.findall(each["query"])}
     assert asked
     assert asked <= FAMILIES.keys()
-
-
-def test_panels_have_ids_of_their_own_and_do_not_overlap() -> None:
-    panels = dashboard()["panels"]
-    assert len({panel["id"] for panel in panels}) == len(panels)
-    cells = [
-        (x, y)
-        for place in (panel["gridPos"] for panel in panels)
-        for x in range(place["x"], place["x"] + place["w"])
-        for y in range(place["y"], place["y"] + place["h"])
-    ]
-    assert len(set(cells)) == len(cells)
-    assert max(x for x, _ in cells) < 24

@@ -4,6 +4,7 @@ import io
 import re
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,33 +14,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from noloco_p2p.telemetry import progress as module
-from noloco_p2p.telemetry.console import duration
 from noloco_p2p.telemetry.progress import WINDOW_S, Progress, Task, line
 
 
-def test_a_steady_flow_has_its_rate_and_time_left() -> None:
+@pytest.mark.parametrize(
+    ("done", "rate_per_s", "left_s"),
+    [
+        (lambda second: 50 * second, 50.0, 1000.0),
+        (lambda second: 1000 + 10 * second, 10.0, 5140.0),  # not the rate of the beginning
+        (lambda second: 7, 0.0, None),
+    ],
+    ids=["steady", "slower", "stalled"],
+)
+def test_the_rate_is_that_of_the_last_seconds(
+    done: Callable[[int], int], rate_per_s: float, left_s: float | None
+) -> None:
     task = Task("fetching", unit="bytes", now_s=100.0)
-    for second in range(1, 41):
-        task.report(50 * second, 3000, now_s=100.0 + second)
-    assert task.rate_per_s(now_s=140.0) == pytest.approx(50.0)
-    assert task.as_dict(now_s=140.0)["left_s"] == pytest.approx(20.0)
-
-
-def test_the_rate_is_of_the_last_seconds_not_of_the_beginning() -> None:
-    task = Task("fetching", unit="bytes", now_s=0.0)
-    task.report(1_000_000, 2_000_000, now_s=1.0)
-    for second in range(2, 60):
-        task.report(1_000_000 + 10 * second, 2_000_000, now_s=float(second))
-    assert task.rate_per_s(now_s=59.0) == pytest.approx(10.0, rel=0.05)
-
-
-def test_what_stands_still_has_no_time_left() -> None:
-    task = Task("fetching", unit="bytes", now_s=0.0)
-    assert task.as_dict(now_s=5.0)["left_s"] is None
-    for second in range(1, 100):
-        task.report(7, 10, now_s=float(second))
-    assert task.rate_per_s(now_s=99.0) == 0.0
-    assert task.as_dict(now_s=99.0)["left_s"] is None
+    assert task.as_dict(now_s=100.0)["left_s"] is None
+    for second in range(1, 61):
+        task.report(done(second), done(60) + int(rate_per_s * (left_s or 0)), now_s=100.0 + second)
+    assert task.rate_per_s(now_s=160.0) == pytest.approx(rate_per_s)
+    assert task.as_dict(now_s=160.0)["left_s"] == left_s
 
 
 @given(st.lists(st.tuples(st.floats(0, 10), st.integers(0, 1000)), max_size=200))
@@ -80,13 +75,6 @@ def test_the_innermost_task_is_told_and_all_end() -> None:
 def test_a_task_is_one_line(changes: dict[str, Any], text: str) -> None:
     task = {"what": "fetching", "since_s": 12.0, "unit": "bytes", "done": 2 << 20, "total": 8 << 20}
     assert line({**task, "rate_per_s": float(1 << 20), "left_s": 95.0, **changes}) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0 s"), (59.4, "59 s"), (95, "1 min 35 s"), (7300, "2 h 1 min"), (400_000, "4 d 15 h")]
-)
-def test_durations(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
 
 
 class Screen(io.StringIO):

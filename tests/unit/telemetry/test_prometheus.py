@@ -10,7 +10,7 @@ from harness.patience import PATIENCE_S
 from prometheus_client.parser import text_string_to_metric_families
 
 from noloco_p2p.errors import SettingsError
-from noloco_p2p.telemetry.http import HttpServer, metrics_app
+from noloco_p2p.telemetry.http import metrics_app, serving
 from noloco_p2p.telemetry.metrics import Metrics
 from noloco_p2p.telemetry.prometheus import peer_page
 
@@ -40,14 +40,12 @@ def get(url: str) -> bytes:
 
 def test_the_page_is_served_on_a_loop_that_is_there_already() -> None:
     async def main() -> tuple[bytes, int]:
-        server = HttpServer(metrics_app(lambda: b"noloco_x 1\n"), host="127.0.0.1", port=0)
-        await server.start(flag="--metrics")
-        url = f"http://127.0.0.1:{server.port}/metrics"
-        answer = await asyncio.to_thread(get, url)
-        taken = HttpServer(metrics_app(lambda: b""), host="127.0.0.1", port=server.port)
-        with pytest.raises(SettingsError, match=r"--metrics 127.0.0.1:\d+: Address already in use"):
-            await taken.start(flag="--metrics")
-        await server.stop()
+        app = metrics_app(lambda: b"noloco_x 1\n")
+        async with serving(app, host="127.0.0.1", port=0, flag="--metrics") as port:
+            answer = await asyncio.to_thread(get, f"http://127.0.0.1:{port}/metrics")
+            with pytest.raises(SettingsError, match=r"--metrics 127.0.0.1:\d+: Address already in use"):
+                async with serving(app, host="127.0.0.1", port=port, flag="--metrics"):
+                    pass
         return answer, len(asyncio.all_tasks())
 
     assert asyncio.run(main()) == (b"noloco_x 1\n", 1)
