@@ -23,7 +23,7 @@ def actions(codec: Codec) -> list[Callable[[], object]]:
     """Return the functions that encode and decode one chunk with the codec."""
     chunk = torch.randn(CHUNK_ELEMENTS, generator=torch.Generator().manual_seed(0))
     payload = codec.encode(chunk)
-    return [lambda: codec.encode(chunk), lambda: codec.decode(payload, num_elements=CHUNK_ELEMENTS)]
+    return [lambda: codec.encode(chunk), lambda: codec.decode(payload, shape=chunk.shape)]
 
 
 def measure(quick: bool) -> list[Claim]:

@@ -27,7 +27,6 @@ from harness.swapping import Swapping, apply_until, random_vector
 
 from noloco_p2p.gossip.exchange import Committed
 from noloco_p2p.gossip.frames import Accept, Chunk, Frame, Grid, Header, Offer, Ready, Received
-from noloco_p2p.gossip.swap import Ledger
 from noloco_p2p.simulate.clock import run_virtual
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.faults import Faults, flip_bit
@@ -49,7 +48,7 @@ class Fault:
         is_after = is_kill and rng.random() < 0.5
         self.kill: Callable[[], Awaitable[Any]] | None = None
         self.is_kill = is_kill
-        self.ledgers: Mapping[bytes, Ledger] = {}  # of the dead peer
+        self.verified: Mapping[bytes, bool] = {}  # of the dead peer
         self.faults = Faults(
             rng.choice(KINDS),
             (lambda frame: frame) if is_after else "cut",
@@ -65,7 +64,7 @@ class Fault:
 
 def judge(fault: Fault, survivor: Sequence[Committed], other: Sequence[Committed]) -> str:
     """Return in one word what has become of the swaps. Raises AssertionError if one was applied in part."""
-    ours, theirs = ({swap.agreed.swap_id: swap.halves.values for swap in swaps} for swaps in (survivor, other))
+    ours, theirs = ({swap.swap_id: swap.halves.values for swap in swaps} for swaps in (survivor, other))
     for swap_id in ours.keys() & theirs.keys():
         assert torch.equal(ours[swap_id], -theirs[swap_id]), "the half-differences are not opposite"
     alone, lost = ours.keys() - theirs.keys(), theirs.keys() - ours.keys()
@@ -73,7 +72,7 @@ def judge(fault: Fault, survivor: Sequence[Committed], other: Sequence[Committed
         return "no such frame"
     if not alone and not lost:
         return "both or none"
-    allowed = fault.is_kill and all(fault.ledgers[swap_id].verified for swap_id in alone)
+    allowed = fault.is_kill and alone <= fault.verified.keys()
     return f"{'dead' if lost else 'survivor'} only" if allowed else "wrong"
 
 
@@ -84,7 +83,7 @@ def in_virtual_time(fault: Fault) -> str:
 
         async def kill() -> None:
             assert other.service.gossip
-            fault.ledgers = other.service.gossip._ledgers
+            fault.verified = other.service.gossip._shared.verified
             swarm.network.vanish(other.name)
             await other.service.stop()
 
@@ -103,7 +102,7 @@ def over_grpc(fault: Fault) -> str:
 
         async def kill() -> None:
             assert peers[1].service.gossip
-            fault.ledgers = peers[1].service.gossip._ledgers
+            fault.verified = peers[1].service.gossip._shared.verified
             await asyncio.gather(server.stop(0.0), peers[1].service.stop())
 
         fault.kill = kill
@@ -123,7 +122,7 @@ def is_found(rng: random.Random) -> bool:
         swarm = Swarm(LINKS, num_elements=NUM_ELEMENTS, wrap=[lambda stream: stream, faults])
         await swarm.run(NUM_STEPS)
         receiver, sender = swarm.trainers
-        same = {swap.agreed.swap_id for swap in receiver.swaps} == {swap.agreed.swap_id for swap in sender.swaps}
+        same = {swap.swap_id for swap in receiver.swaps} == {swap.swap_id for swap in sender.swaps}
         return bool(faults.fired) and same and len(receiver.corrupt) == 1 and not sender.corrupt
 
     return run_virtual(main())

@@ -405,7 +405,7 @@ def swapping(ours: Ours, partner: Partner, *, name: str, step_s: float, seconds:
             print(f"# {name}: {there} within {MEETING_S:.0f} s; {peer.last_fault()}", flush=True)
             return
     counts, ends = peer._network.service.counts, Ends(ours.case.device)
-    swaps_at, shares, before = list[int](), list[float](), counts.traffic.bytes_sent
+    swaps_at, shares, before = list[int](), list[float](), counts.bytes_sent
     began_s, blocked_s, failed = time.monotonic(), peer.metrics.blocked_s, counts.failures.total()
     if ours.case.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -423,7 +423,7 @@ def swapping(ours: Ours, partner: Partner, *, name: str, step_s: float, seconds:
     at_swaps = [pauses[step] for step in swaps_at] or [math.nan]
     yield Claim(f"{name}: swaps", len(shares), f"in {took_s:.0f} s")
     yield Claim(f"{name}: failed swaps", counts.failures.total() - failed, "")
-    yield Claim(f"{name}: sent", (counts.traffic.bytes_sent - before) / 1e6, "MB")
+    yield Claim(f"{name}: sent", (counts.bytes_sent - before) / 1e6, "MB")
     yield Claim(f"{name}: a swap carries", 100 * fmean(shares or [math.nan]), "% of the weights")
     yield Claim(f"{name}: a step alone", 1e3 * step_s, "ms")
     yield Claim(f"{name}: a step beside swaps, mean", 1e3 * fmean(intervals), "ms")

@@ -228,7 +228,7 @@ def side(pipe: Connection, plan: Plan, *, computes: bool) -> None:
         blocked_s=pauses.total_s,
         longest_pause_s=pauses.longest_s,
         memory_bytes=_memory_bytes("VmHWM") - before,
-        bytes_sent=counts.traffic.bytes_sent,
+        bytes_sent=counts.bytes_sent,
         swaps=counts.swaps,
         failed=counts.failures.total(),
         link_use=gossip.link.last_minute(peer.loop.time())[1] * 60 / min(60, seconds),

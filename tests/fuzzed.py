@@ -25,10 +25,10 @@ from harness.identities import identity_of
 from harness.patience import AT_ONCE_S
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from noloco_p2p import ticket as tickets
-from noloco_p2p.codec import CODECS
-from noloco_p2p.codec.activations import ACTIVATION_CODECS
+from noloco_p2p.codec import ACTIVATION_CODECS, CODECS, Codec
 from noloco_p2p.codec.modulo import EIGHT_BITS, FOUR_BITS, SIX_BITS, Grid
 from noloco_p2p.errors import CorruptPayload, PeerError, SpecError, TicketError
 from noloco_p2p.gossip import frames
@@ -161,23 +161,21 @@ def _ticket_fields() -> tuple[bytes, bytes]:
 
 
 def _codec_targets() -> dict[str, Target]:
-    values = torch.linspace(-1.0, 1.0, NUM_ELEMENTS)
-    targets = {}
-    for name, codec in CODECS.items():
+    families = {"weights": CODECS, "activations": ACTIVATION_CODECS}
+    return {
+        f"{what} {codec.name}": Target(
+            partial(_decode, codec),
+            (CorruptPayload,),
+            (bytes(codec.encode(torch.linspace(-1.0, 1.0, 120).view(SHAPE))),),
+        )
+        for what, codecs in families.items()
+        for codec in codecs.values()
+    }
 
-        def decode(data: bytes, codec: object = codec) -> object:
-            codec.check(data, num_elements=NUM_ELEMENTS)  # pyright: ignore[reportAttributeAccessIssue]
-            return codec.decode(data, num_elements=NUM_ELEMENTS)  # pyright: ignore[reportAttributeAccessIssue]
 
-        targets[f"chunk {name}"] = Target(decode, (CorruptPayload,), (bytes(codec.encode(values)),))
-    for name, codec in ACTIVATION_CODECS.items():
-
-        def decode(data: bytes, codec: object = codec) -> object:
-            return codec.decode(data, shape=SHAPE, dtype=torch.float32)  # pyright: ignore[reportAttributeAccessIssue]
-
-        seed = bytes(codec.encode(torch.linspace(-1.0, 1.0, 120).view(SHAPE)))
-        targets[f"activations {name}"] = Target(decode, (CorruptPayload,), (seed,))
-    return targets
+def _decode(codec: Codec, data: bytes) -> Tensor:
+    codec.check(data, shape=SHAPE)
+    return codec.decode(data, shape=SHAPE)
 
 
 def targets() -> dict[str, Target]:

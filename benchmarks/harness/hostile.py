@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import StrEnum
 from functools import partial
-from unittest.mock import patch
+from typing import Any
+from unittest.mock import Mock, patch
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from noloco_p2p.gossip import service
 from noloco_p2p.gossip.frames import Accept, Offer, Refuse, Standing
 from noloco_p2p.gossip.gossip import Gossip
 from noloco_p2p.gossip.seams import Candidate, FrameStream
+from noloco_p2p.gossip.swap import Swap
 from noloco_p2p.gossip.units import Ages, Slice
 from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.plan import Plan
@@ -66,14 +68,18 @@ class LyingGossip(Gossip):
     lie: Callable[[str, int, int], Tensor] | None = None
     stalls = False
 
-    async def _snapshot(self, part: Slice) -> tuple[Tensor, int]:
-        if self.stalls:
-            await asyncio.sleep(math.inf)
-        values, step = await super()._snapshot(part)
-        if self.lie:
-            partner = next(swap.agreed.partner for swap in self._running if swap.agreed.part is part)
-            values = self.lie(partner, *self._units.bounds(part))
-        return values, step
+    def _agree(self, *agreed: Any, **further: Any) -> Swap:
+        swap = super()._agree(*agreed, **further)
+        honest = swap.snapshot
+
+        async def snapshot() -> tuple[Tensor, int]:
+            if self.stalls:
+                await asyncio.sleep(math.inf)
+            values, step = await honest()
+            return self.lie(swap.partner, *self._units.bounds(swap.part)) if self.lie else values, step
+
+        swap.snapshot = snapshot
+        return swap
 
     def _standing(self) -> Standing:
         standing = super()._standing()
@@ -99,11 +105,11 @@ class GreedyGossip(LyingGossip):
 
     async def _besiege(self, candidate: Candidate) -> None:
         try:
-            agreed = await self._ask(candidate, self._ages.tell(self._exchange.step))
+            swap = await self._ask(candidate, self._ages.tell(self._exchange.step))
         except PeerError:
             return
-        if agreed:
-            await self._swap_of_ours(agreed)
+        if swap:
+            await self._swap_of_ours(swap)
 
     def _free_in_s(self) -> float:
         return 0.0
@@ -111,9 +117,9 @@ class GreedyGossip(LyingGossip):
     async def _accept(self, stream: FrameStream, offer: Offer) -> Refuse | None:
         part = self._ages.choose(offer.ages, self._exchange.step, at_most=offer.at_most)
         assert part
-        agreed = self._agree(stream, offer.swap_id, offer.hello.peer_id, offer.standing, part, told_step=0)
-        self._turn = asyncio.Lock()  # its swaps do not wait for each other
-        await self._swap(agreed, first=Accept(self._outside.hello(), self._standing(), part))
+        self._shared.turn = asyncio.Lock()  # its swaps do not wait for each other
+        swap = self._agree(stream, offer.swap_id, offer.hello.peer_id, offer.standing, part, told_step=0)
+        await self._swap(swap, first=Accept(self._outside.hello(), self._standing(), part))
         return None
 
 
@@ -122,26 +128,13 @@ class _NeverBusy(Ages):
         pass
 
 
-@dataclass(frozen=True, slots=True)
-class _NotFinite:
-    """A codec whose payloads are NaN."""
-
-    codec: Codec
-
-    @property
-    def name(self) -> str:
-        return self.codec.name
-
-    def num_bytes(self, num_elements: int) -> int:
-        return self.codec.num_bytes(num_elements)
-
-    def encode(self, values: Tensor) -> bytes:
-        return b"\xff" * self.num_bytes(values.numel())
-
-    def check(self, payload: bytes | memoryview, *, num_elements: int) -> None: ...
-
-    def decode(self, payload: bytes | memoryview, *, num_elements: int) -> Tensor:
-        return torch.zeros(num_elements)
+def not_finite(codec: Codec) -> Codec:
+    """Return a codec whose payloads are NaN."""
+    return Mock(
+        num_bytes=codec.num_bytes,
+        encode=lambda values: b"\xff" * codec.num_bytes(values.shape),
+        decode=lambda payload, *, shape: torch.zeros(shape),
+    )
 
 
 class HostileReplica(SimulatedReplica):
@@ -172,7 +165,7 @@ class HostileReplica(SimulatedReplica):
         assert isinstance(gossip, LyingGossip)
         gossip.stalls = self._attack is Attack.STALLS
         if self._attack is Attack.NAN:
-            gossip._coder.plain = _NotFinite(gossip._coder.plain)
+            gossip._shared.coder.plain = not_finite(gossip._shared.coder.plain)
         elif self._attack not in CLAIMS:
             gossip.lie = self._lie
 

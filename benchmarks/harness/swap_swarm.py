@@ -14,9 +14,10 @@ from torch import Tensor
 from noloco_p2p.gossip import service
 from noloco_p2p.gossip.exchange import Committed, Exchange
 from noloco_p2p.gossip.frames import Hello
-from noloco_p2p.gossip.gossip import Counts, Gossip
+from noloco_p2p.gossip.gossip import Gossip
 from noloco_p2p.gossip.seams import INTERNET, Deadlines, Outside
 from noloco_p2p.gossip.service import PeerService
+from noloco_p2p.gossip.swap import Counts
 from noloco_p2p.simulate.clock import InlineExecutor
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.links import Link, LinkProfile
@@ -158,6 +159,6 @@ class Swarm:
     def use(self, seconds: float, mbit_s: Sequence[float]) -> list[float]:
         """Return the share of each peer's upload that payloads used."""
         return [
-            trainer.counts.traffic.bytes_sent * 8 / (rate * 1e6 * seconds)
+            trainer.counts.bytes_sent * 8 / (rate * 1e6 * seconds)
             for trainer, rate in zip(self.trainers, mbit_s, strict=True)
         ]

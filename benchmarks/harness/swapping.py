@@ -13,7 +13,7 @@ from torch import Tensor
 
 from harness.patience import PATIENCE_S
 from noloco_p2p.gossip.exchange import Committed, Exchange
-from noloco_p2p.gossip.gossip import Counts
+from noloco_p2p.gossip.swap import Counts
 from noloco_p2p.testing.peers import MemoryPeer
 
 T = TypeVar("T")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -22,10 +21,6 @@ def simulate(
         str,
         typer.Option(help="Number of replicas. With stages: one number for all stages, or one per stage (4,8,4)."),
     ] = "8",
-    rules: Annotated[
-        str,
-        typer.Option(help="Outer rules to compare, comma-separated: noloco, diloco, diloco-nesterov, ddp, local."),
-    ] = "noloco",
     steps: Annotated[
         int | None,
         typer.Option(
@@ -93,11 +88,12 @@ def simulate(
     import torch
 
     from noloco_p2p.simulate import plot as drawing
+    from noloco_p2p.simulate.material import Material
     from noloco_p2p.simulate.plan import Plan, parse_churn, parse_links, parse_speeds
-    from noloco_p2p.simulate.result import Result, table
-    from noloco_p2p.simulate.run import check_rules, check_stages, simulate_stages
-    from noloco_p2p.simulate.run import simulate as simulate_whole
-    from noloco_p2p.simulate.staged import StagedPlan, by_stage, parse_replicas
+    from noloco_p2p.simulate.result import table
+    from noloco_p2p.simulate.stage_result import simulate_stages
+    from noloco_p2p.simulate.staged import StagedPlan, by_stage, parse_replicas, staged
+    from noloco_p2p.simulate.swarm import simulate_swarm
     from noloco_p2p.spec import TrainerSpec
     from noloco_p2p.trainer.compute import choose_device
 
@@ -107,9 +103,8 @@ def simulate(
         spec = spec.with_changes({"train.total_steps": steps, "train.warmup_steps": warmup}, origin="--steps")
     num_stages = stages or spec.pipeline.stages
     num_replicas = parse_replicas(replicas, num_stages=num_stages)
-    names = [name.strip() for name in rules.split(",")]
     torch.set_num_threads(threads)
-    found: Iterable[Any]
+    began_s = time.monotonic()
     if num_stages > 1:
         pipeline = StagedPlan(
             num_replicas,
@@ -122,8 +117,14 @@ def simulate(
         )
         if plot or device != "cpu":
             raise SettingsError("--plot and --device cannot be used with stages")
-        check_stages(names, spec)
-        found = simulate_stages(spec, pipeline, rules=names, bindings=settings.data)
+        if spec.train.batch_size % spec.pipeline.microbatch:
+            raise SettingsError(
+                f"train.batch_size ({spec.train.batch_size}) must be a multiple of pipeline.microbatch "
+                f"({spec.pipeline.microbatch}); otherwise, the heads would take larger steps than the spec says"
+            )
+        material = Material.of(staged(spec, num_stages), settings.data, seed=seed)
+        result = simulate_stages(material, pipeline)
+        lines = result.lines()
     else:
         if window:
             raise SettingsError("--window requires --stages")
@@ -135,27 +136,18 @@ def simulate(
             links=parse_links(link.split(",")),
             churn=parse_churn(churn, num_replicas=num_replicas[0]),
         )
-        check_rules(names, plan)
         if plot:
             drawing.check(plot)
-        found = simulate_whole(spec, plan, rules=names, bindings=settings.data, device=choose_device(device))
-    results, began_s = list[Any](), time.monotonic()
-    for result in found:
-        results.append(result)
-        print(f"{result.rule}: done after {time.monotonic() - began_s:.0f} s", flush=True)
-        if json_file:
-            report = {
-                "spec": spec.model_dump(mode="json"),
-                "seed": seed,
-                "results": [each.as_dict() for each in results],
-            }
-            try:
-                json_file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-            except OSError as error:
-                raise SettingsError(f"--json {json_file} cannot be written: {error.strerror}") from None
-        if not isinstance(result, Result):
-            print("\n".join(result.lines()))
-    if num_stages == 1:
-        print("\n".join(table(results)))
-    if plot:
-        print(f"wrote {drawing.draw(results, plot)}")
+        material = Material.of(spec, settings.data, device=choose_device(device), seed=seed)
+        result = simulate_swarm(material, plan)
+        lines = table([result])
+        if plot:
+            lines.append(f"wrote {drawing.draw(result, plot)}")
+    print(f"done after {time.monotonic() - began_s:.0f} s")
+    print("\n".join(lines))
+    if json_file:
+        report = {"spec": spec.model_dump(mode="json"), "seed": seed, "result": result.as_dict()}
+        try:
+            json_file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise SettingsError(f"--json {json_file} cannot be written: {error.strerror}") from None

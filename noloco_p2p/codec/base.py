@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -10,83 +12,79 @@ from torch import Tensor
 
 from noloco_p2p.errors import CorruptPayload
 
-CHUNK_ELEMENTS = 262_144  # 1 MiB of fp32 fits in a core's cache, and an encoded chunk is a well-sized gRPC message
-
 CPU = torch.device("cpu")
+LARGEST = torch.finfo(torch.bfloat16).max  # the largest number of a payload, which fp32 and bf16 can both represent
 
 assert sys.byteorder == "little", "big-endian machines are not supported, because payloads are little-endian"
 
 
 class Codec(Protocol):
-    """A stateless and deterministic codec for the chunks of a vector. `name` is its name in a run spec."""
+    """A stateless and deterministic codec for tensors of shape (..., hidden). `name` is its name in a run spec.
+
+    The last axis holds the numbers of one token. The payload is a sequence of encoded tokens of equal size, so its size
+    depends only on the shape. A chunk of a flat vector is a single token.
+    """
 
     @property
     def name(self) -> str: ...
 
-    def num_bytes(self, num_elements: int) -> int:
-        """Return the exact size in bytes of a chunk's payload.
+    def num_bytes(self, shape: Sequence[int]) -> int:
+        """Return the exact size of a tensor's payload in bytes. Raises ValueError if `shape` is not (..., hidden)."""
+        ...
 
-        Raises ValueError unless 0 <= num_elements <= CHUNK_ELEMENTS.
+    def encode(self, values: Tensor) -> memoryview:
+        """Encode a tensor of shape (..., hidden) into a newly allocated payload.
+
+        The tensor may have any floating-point dtype and be on any device; it is not changed. Encoding runs on the
+        tensor's device and synchronizes once, to copy the encoded bytes to the CPU. Raises ValueError for any other
+        kind of tensor, and for a value that is non-finite or too large for the codec. These checks protect the sender,
+        because a receiver blames the sender for a bad payload.
         """
         ...
 
-    def encode(self, values: Tensor) -> bytes:
-        """Encode a chunk.
+    def check(self, payload: bytes | memoryview, *, shape: Sequence[int]) -> None:
+        """Raise the errors that `decode` would raise, without decoding. Use this for a payload that stays encoded."""
+        ...
 
-        `values` is a contiguous 1-D tensor of at most CHUNK_ELEMENTS elements, in any floating-point dtype and on any
-        device; it is not changed. Encoding runs on the device of `values` and synchronizes once, to copy the encoded
-        bytes to the CPU. Raises ValueError for any other shape, and for a value that is non-finite or too large for the
-        codec.
+    def decode(
+        self,
+        payload: bytes | memoryview,
+        *,
+        shape: Sequence[int],
+        dtype: torch.dtype = torch.float32,
+        device: torch.device = CPU,
+    ) -> Tensor:
+        """Decode a payload to a new tensor with the given shape, dtype and device.
+
+        Every value is finite; in fp16, values that are too large are clamped to the largest finite value. Raises
+        CorruptPayload for a wrong length, and NotFinite for bytes that no encoder writes. The caller knows the sender
+        and adds its name to the error.
         """
         ...
 
-    def check(self, payload: bytes | memoryview, *, num_elements: int) -> None:
-        """Raise the errors that `decode` would raise, without decoding. Use this for a chunk that stays encoded."""
-        ...
 
-    def decode(self, payload: bytes | memoryview, *, num_elements: int) -> Tensor:
-        """Decode a payload to fp32 on the CPU.
-
-        The result has shape (num_elements,), and all its values are finite. Raises CorruptPayload for a wrong length
-        and for values that are non-finite once decoded. The caller knows the sender and adds its name to the error.
-        Raises ValueError for a `num_elements` that no chunk can have.
-        """
-        ...
+def tokens_and_hidden(shape: Sequence[int]) -> tuple[int, int]:
+    """Return the number of tokens, and the number of elements of each token."""
+    if not shape or min(shape) < 0:
+        raise ValueError(f"a tensor to encode must have the shape (..., hidden), not {tuple(shape)}")
+    return math.prod(shape[:-1]), shape[-1]
 
 
-def check_num_elements(num_elements: int) -> None:
-    if not 0 <= num_elements <= CHUNK_ELEMENTS:
-        raise ValueError(
-            f"a chunk must have 0 to {CHUNK_ELEMENTS} elements, not {num_elements}; split the tensor with "
-            "chunk_bounds()"
-        )
+def as_tokens(values: Tensor) -> Tensor:
+    """Return `values`, detached and reshaped to (tokens, hidden). The result is a view if possible."""
+    num_tokens, hidden = tokens_and_hidden(values.shape)
+    if not values.is_floating_point():
+        raise ValueError(f"a tensor to encode must hold floating-point numbers, not {values.dtype}")
+    return values.detach().reshape(num_tokens, hidden)
 
 
-def check_values(values: Tensor) -> None:
-    """Raise ValueError if `values` is not a chunk. This checks the layout and the dtype, but not the elements."""
-    if values.ndim != 1 or not values.is_contiguous() or not values.is_floating_point():
-        shape = tuple(values.shape)
-        raise ValueError(f"a chunk must be a contiguous 1-D floating-point tensor, not {values.dtype} of shape {shape}")
-    check_num_elements(values.numel())
-
-
-def check_length(payload: bytes | memoryview, expected: int, *, name: str, num_elements: int) -> None:
-    """Raise CorruptPayload if the payload of a chunk does not have the expected length."""
-    if (received := memoryview(payload).nbytes) != expected:
-        raise CorruptPayload(
-            f"the {name} chunk of {num_elements} elements must have {expected} bytes, but it has {received}; discard it"
-        )
-
-
-def payload_bytes(payload: bytes | memoryview, *, codec: Codec, num_elements: int) -> Tensor:
-    """Return the payload as a uint8 tensor, which must not be changed. Raises CorruptPayload if its length is wrong."""
-    check_length(payload, codec.num_bytes(num_elements), name=codec.name, num_elements=num_elements)
-    return as_tensor(payload)
-
-
-def as_tensor(payload: bytes | memoryview) -> Tensor:
-    """Return a payload as a uint8 tensor, which must not be changed."""
+def as_tensor(payload: bytes | memoryview, expected_bytes: int, *, name: str) -> Tensor:
+    """Return a payload as a uint8 tensor, which must not be changed. Raises CorruptPayload if its length is wrong."""
     view = memoryview(payload)
+    if view.nbytes != expected_bytes:
+        raise CorruptPayload(
+            f"the {name} payload must have {expected_bytes} bytes, but it has {view.nbytes}; discard it"
+        )
     if not view.nbytes:
         return torch.empty(0, dtype=torch.uint8)
     # Read-only memory is copied because torch warns about it. For bf16, the copy takes 11 us.
@@ -105,11 +103,18 @@ def within(values: Tensor, *, lowest: float, highest: float) -> bool:
 
 
 def refused_value(values: Tensor, *, name: str) -> ValueError:
-    """Return the error for a flat tensor that cannot be encoded.
+    """Return the error for a tensor that cannot be encoded.
 
     The error names the first non-finite element, or the largest element if all are finite.
     """
-    bad = torch.nonzero(~torch.isfinite(values.detach()))
-    index = int(bad[0]) if len(bad) else int(values.detach().abs().argmax())
+    values = values.detach().flatten()
+    bad = torch.nonzero(~torch.isfinite(values))
+    index = int(bad[0]) if len(bad) else int(values.abs().argmax())
     what = "is not finite" if len(bad) else f"is too large for {name}"
     return ValueError(f"cannot encode: element {index} of {values.numel()} is {float(values[index])}, which {what}")
+
+
+def saturated(values: Tensor, *, dtype: torch.dtype) -> Tensor:
+    """Clamp decoded values, which are within LARGEST, if they would be infinite in `dtype`, as only in fp16."""
+    largest = torch.finfo(dtype).max
+    return values.float().clamp(-largest, largest) if largest < LARGEST else values  # bf16 cannot represent 65504

@@ -27,16 +27,18 @@ k // 2**b, and the digest stays the same.
 
 from __future__ import annotations
 
+import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from blake3 import blake3
 from torch import Tensor
 
-from noloco_p2p.codec.base import check_length, check_num_elements, check_values, refused_value, within
+from noloco_p2p.codec.base import refused_value, within
 from noloco_p2p.codec.dither import DITHER_ELEMENTS, fill_dither
+from noloco_p2p.errors import CorruptPayload
 
 BLOCK_ELEMENTS = DITHER_ELEMENTS
 DIGEST_BYTES = 16
@@ -75,7 +77,6 @@ class ModuloCodec:
 
     bits: int
     after: ModuloCodec | None = None
-    name: str = "modulo"
 
     @property
     def below(self) -> int:
@@ -96,24 +97,22 @@ class ModuloCodec:
         """Return the limit below which the difference of two grid integers must stay."""
         return 1 << (self.known_bits - 1)
 
-    def num_bytes(self, num_elements: int) -> int:
+    def num_bytes(self, shape: Sequence[int]) -> int:
         """Return the exact size of a payload in bytes."""
-        check_num_elements(num_elements)
-        return -(-num_elements * self.bits // 8) + DIGEST_BYTES
+        return -(-math.prod(shape) * self.bits // 8) + DIGEST_BYTES
 
     def encode(self, values: Tensor, *, grid: Grid) -> bytes:
         """Encode a chunk.
 
-        `values` is a contiguous 1-D tensor of at most CHUNK_ELEMENTS elements, in any floating-point dtype and on any
-        device; it is not changed. If a value is too large for the grid (more than MAX_INTEGER steps), the result is a
-        payload that fails for both partners. Raises ValueError for any other shape, and for a non-finite value.
+        `values` is a 1-D tensor of at most CHUNK_ELEMENTS elements, in any floating-point dtype and on any device; it
+        is not changed. If a value is too large for the grid (more than MAX_INTEGER steps), the result is a payload that
+        fails for both partners. Raises ValueError for a non-finite value.
         """
-        check_values(values)
         residues = torch.empty(values.numel(), dtype=torch.uint8, device=values.device)
         digest = grid.digest()
         for place, integers in _grid_integers(values, grid):
             if integers is None:
-                return bytes(self.num_bytes(values.numel()) - DIGEST_BYTES) + OFF_GRID
+                return bytes(self.num_bytes(values.shape) - DIGEST_BYTES) + OFF_GRID
             residues[place].copy_(integers >> self.below if self.below else integers)  # keeps the lowest byte
             digest.update(_little_endian(integers))
         return _packed(residues, bits=self.bits) + digest.digest(DIGEST_BYTES)
@@ -128,8 +127,7 @@ class ModuloCodec:
         partners get None or neither does. Raises ValueError in the same cases as `encode`, and CorruptPayload for a
         wrong length.
         """
-        check_values(values)
-        self.check(partner, num_elements=values.numel())
+        self.check(partner, shape=values.shape)
         if memoryview(partner)[-DIGEST_BYTES:] == OFF_GRID:
             return None
         residues = self._residues(partner, earlier, values.numel()).to(values.device)
@@ -145,9 +143,10 @@ class ModuloCodec:
             return None
         return _packed(residues, bits=self._difference_bits)
 
-    def check(self, payload: bytes | memoryview, *, num_elements: int) -> None:
+    def check(self, payload: bytes | memoryview, *, shape: Sequence[int]) -> None:
         """Raise CorruptPayload if the payload has the wrong length. Any residues of the right length are valid."""
-        check_length(payload, self.num_bytes(num_elements), name=self.name, num_elements=num_elements)
+        if (received := memoryview(payload).nbytes) != (expected := self.num_bytes(shape)):
+            raise CorruptPayload(f"the modulo payload must have {expected} bytes, but it has {received}; discard it")
 
     def half_difference(self, differences: bytes | memoryview, *, num_elements: int, grid: Grid) -> Tensor:
         """Return the half-difference h of a chunk in fp32 on the CPU, from the result of `differences`.
@@ -165,7 +164,7 @@ class ModuloCodec:
         residues = _unpacked(memoryview(payload)[:-DIGEST_BYTES], num_elements, bits=self.bits)
         if self.after is None:
             return residues
-        end = len(earlier) - self.after.num_bytes(num_elements)
+        end = len(earlier) - self.after.num_bytes((num_elements,))
         lower = self.after._residues(memoryview(earlier)[end:], memoryview(earlier)[:end], num_elements)
         return residues.bitwise_left_shift_(self.below).bitwise_or_(lower.bitwise_and_((1 << self.below) - 1))
 

@@ -1,53 +1,62 @@
-"""Encode vectors as fp32 (exact) or bf16 (rounded to nearest even), in little-endian byte order."""
+"""Encode tensors as fp32 (exact) or bf16 (rounded to nearest even), in little-endian byte order."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from noloco_p2p.codec.base import check_num_elements, check_values, payload_bytes, refused_value, within
+from noloco_p2p.codec.base import (
+    CPU,
+    LARGEST,
+    as_tensor,
+    as_tokens,
+    refused_value,
+    saturated,
+    tokens_and_hidden,
+    within,
+)
 from noloco_p2p.errors import NotFinite
 
 
 @dataclass(frozen=True, slots=True)
 class RawCodec:
-    """A codec that stores elements in `dtype` without a scale or header, at `dtype.itemsize` bytes per parameter."""
+    """A codec that stores elements in `dtype` without a scale or header, at `dtype.itemsize` bytes per element."""
 
     name: str
     dtype: torch.dtype
 
-    def num_bytes(self, num_elements: int) -> int:
-        check_num_elements(num_elements)
-        return num_elements * self.dtype.itemsize
+    def num_bytes(self, shape: Sequence[int]) -> int:
+        num_tokens, hidden = tokens_and_hidden(shape)
+        return num_tokens * hidden * self.dtype.itemsize
 
-    def encode(self, values: Tensor) -> bytes:
-        check_values(values)
-        values = values.detach()
+    def encode(self, values: Tensor) -> memoryview:
+        tokens = as_tokens(values)
         # Values are rounded on their device so that fewer bytes are copied.
-        coded = torch.empty(values.numel(), dtype=self.dtype, device=values.device).copy_(values).cpu()
-        if not self._all_finite(coded):  # checked after rounding: the largest fp32 values become infinite in bf16
+        coded = torch.empty(tokens.shape, dtype=self.dtype, device=values.device).copy_(tokens).cpu()
+        if not within(coded, lowest=-LARGEST, highest=LARGEST):  # after rounding, which can make a value infinite
             raise refused_value(values, name=self.name)
-        return coded.view(torch.uint8).numpy().tobytes()
+        return coded.flatten().view(torch.uint8).numpy().data
 
-    def check(self, payload: bytes | memoryview, *, num_elements: int) -> None:
-        self._checked(payload, num_elements=num_elements)
+    def check(self, payload: bytes | memoryview, *, shape: Sequence[int]) -> None:
+        self._checked(payload, shape)
 
-    def decode(self, payload: bytes | memoryview, *, num_elements: int) -> Tensor:
-        coded = self._checked(payload, num_elements=num_elements)
-        return torch.empty(num_elements).copy_(coded)
+    def decode(
+        self,
+        payload: bytes | memoryview,
+        *,
+        shape: Sequence[int],
+        dtype: torch.dtype = torch.float32,
+        device: torch.device = CPU,
+    ) -> Tensor:
+        coded = self._checked(payload, shape).to(device)
+        out = torch.empty(*shape, dtype=dtype, device=device)
+        return out.copy_(saturated(coded, dtype=dtype).view(out.shape))
 
-    def _checked(self, payload: bytes | memoryview, *, num_elements: int) -> Tensor:
-        coded = payload_bytes(payload, codec=self, num_elements=num_elements).view(self.dtype)
-        if not self._all_finite(coded):
-            raise NotFinite(f"the {self.name} chunk of {num_elements} elements contains NaN or infinity; discard it")
+    def _checked(self, payload: bytes | memoryview, shape: Sequence[int]) -> Tensor:
+        coded = as_tensor(payload, self.num_bytes(shape), name=self.name).view(self.dtype)
+        if not within(coded, lowest=-LARGEST, highest=LARGEST):
+            raise NotFinite(f"the {self.name} payload has NaN, infinity or a magnitude above {LARGEST:.3g}; discard it")
         return coded
-
-    def _all_finite(self, coded: Tensor) -> bool:
-        limits = torch.finfo(self.dtype)
-        return within(coded, lowest=limits.min, highest=limits.max)
-
-
-FP32 = RawCodec(name="fp32", dtype=torch.float32)
-BF16 = RawCodec(name="bf16", dtype=torch.bfloat16)

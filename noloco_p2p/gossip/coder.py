@@ -69,11 +69,6 @@ class Coder:
         exponents[(distances == 0) | (exponents > HIGHEST_EXPONENT)] = UNKNOWN
         return exponents.to(torch.int8).numpy().tobytes()
 
-    def most_bytes(self, part: Slice) -> int:
-        """Return the largest number of payload bytes that each partner of a swap may send."""
-        sizes = [chunk.num_elements for chunk in self.units.chunks(part)]
-        return sum(sum(codec.num_bytes(size) for codec in (*self.passes, self.plain)) for size in sizes)
-
     def learn(self, blocks: range, distances: Tensor, magnitudes: Tensor) -> None:
         """Remember the distances of a committed swap."""
         place = slice(blocks.start, blocks.stop)
@@ -103,8 +98,7 @@ class Coding:
 
     def num_bytes(self, number: int, indices: Sequence[int]) -> int:
         """Return the size of pass `number` (from 0) with these chunks."""
-        sizes = ((self._codec(number, index), self.chunks[index].num_elements) for index in indices)
-        return sum(codec.num_bytes(size) for codec, size in sizes)
+        return sum(self._codec(number, index).num_bytes(self.chunks[index].shape) for index in indices)
 
     def encode(self, number: int, indices: Sequence[int]) -> list[Payload]:
         """Encode these chunks. Raises ValueError if a value is not finite."""
@@ -137,18 +131,18 @@ class Coding:
 
     def _check(self, number: int, index: int, payload: Payload) -> bool:
         codec, chunk = self._codec(number, index), self.chunks[index]
-        size = chunk.num_elements
-        codec.check(payload, num_elements=size)
+        codec.check(payload, shape=chunk.shape)
         if isinstance(codec, ModuloCodec):
             earlier, grid = self._earlier.pop(index, b""), self._grids[index]
             differences = codec.differences(self._values(index), payload, grid=grid, earlier=earlier)
             if differences is None:
                 self._earlier[index] = earlier + bytes(payload)
                 return False
+            [size] = chunk.shape
             self._halves[index] = partial(codec.half_difference, differences, num_elements=size, grid=grid)
         else:
             own, partner = self._sent.pop(index), bytes(payload)
-            decode = partial(codec.decode, num_elements=size)
+            decode = partial(codec.decode, shape=chunk.shape)
             self._halves[index] = lambda: half_difference_(decode(own), decode(partner))
         self._measure(index, chunk)
         return True

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from noloco_p2p.gossip.coder import Coding
-from noloco_p2p.gossip.swap import Agreed
 from noloco_p2p.gossip.units import Ages, Slice, Units
 
 SMOOTHED_STEPS = 8  # over which the duration of a step is averaged
@@ -47,11 +46,15 @@ def decoded(coding: Coding, partner: str) -> Halves:
 class Committed:
     """A swap whose half-differences may be added to the weights, from element `start` of the flat vector.
 
-    `snapshot_step` is the inner step after which the snapshot was taken. `num_live` is the number of live peers,
-    including this one.
+    `progress` is what the partner told when this peer had taken `told_step` inner steps. `snapshot_step` is the inner
+    step after which the snapshot was taken. `num_live` is the number of live peers, including this one.
     """
 
-    agreed: Agreed
+    swap_id: bytes
+    partner: str
+    progress: float
+    told_step: int
+    part: Slice
     start: int
     halves: Halves
     snapshot_step: int
@@ -169,7 +172,7 @@ class Exchange:
 
     def _applied(self, swap: Committed) -> None:
         # Before, a snapshot would lack the half-difference, and the same difference would be applied twice.
-        self.ages.end(swap.agreed.part, mixed_at=swap.snapshot_step)
+        self.ages.end(swap.part, mixed_at=swap.snapshot_step)
 
 
 def _answer(answer: asyncio.Future[tuple[Tensor, int]], values: Tensor, step: int) -> None:

@@ -11,11 +11,9 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections import Counter, OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-
-from torch import Tensor
 
 from noloco_p2p.errors import CorruptPayload, PeerError, Refused, TimedOut, Unreachable
 from noloco_p2p.gossip.coder import Coder
@@ -23,7 +21,7 @@ from noloco_p2p.gossip.exchange import Committed, Exchange
 from noloco_p2p.gossip.frames import FINAL, Accept, Frame, Offer, Refuse, RefuseCode, Standing, other_kind
 from noloco_p2p.gossip.pairing import Pairing
 from noloco_p2p.gossip.seams import Candidate, Directory, FrameStream, Outside
-from noloco_p2p.gossip.swap import Agreed, Diverged, Ended, Ledger, Swap, Traffic, send_within
+from noloco_p2p.gossip.swap import Counts, Diverged, Ended, Shared, Swap, send_within
 from noloco_p2p.gossip.units import Slice
 from noloco_p2p.owned_tasks import OwnedTasks
 from noloco_p2p.rates import Rates
@@ -40,14 +38,10 @@ IDLE_S = 2.0  # after which a free peer swaps with anybody
 PAUSED_S = 0.5  # how often a paused peer looks whether it may continue
 SLICE_STEPS = 0.8  # inner steps in which a slice should travel, so that it arrives within one
 ROUND_TRIPS = 10  # in which it travels at least
-# Partners whose current swaps end further apart than this share of a slice's time would leave a link idle
-# (benchmarks/link_use.py).
+# Partners whose current swaps end further apart than this share of a slice's time would leave a link idle.
 MOST_APART = 0.25
-MOST_STEPS = 10  # of this peer: the longest inner step of a partner that this peer waits for, if it takes longer than
-MOST_STEP_S = 10.0
 HELD_UP = 4  # times the usual duration of a swap: a longer one costs its partner as many credits
 SWAP_ID_BYTES = 16
-REMEMBERED_SWAPS = 64
 REMEMBERED_ANSWERS = 256
 COST_SHARE = 0.02  # of the time that copying, coding and adding may take with `min_inner_steps = "auto"`
 SMOOTHING = 0.25
@@ -96,18 +90,6 @@ class Link:
         return len(recent), min(1.0, moved_s / MINUTE_S)
 
 
-@dataclass(slots=True)
-class Counts:
-    """What a peer counts over all its swaps, and the last failure of another peer."""
-
-    swaps: int = 0
-    failures: Counter[str] = field(default_factory=Counter)  # failed swaps, by kind
-    refused: Counter[str] = field(default_factory=Counter)  # offers of other peers, by reason
-    traffic: Traffic = field(default_factory=Traffic)
-    last_failure: str = ""
-    refused_as_stale: bool = False  # since somebody asked
-
-
 class Introductions:
     """Checks whether callers have a live record, using a local copy of the directory or a lookup.
 
@@ -142,9 +124,9 @@ class Gossip:
         self.state = "training"
         self.counts = counts
         self.link = Link()
+        self._shared = Shared(exchange, coder, outside, counts)
         self._exchange = exchange
         self._units = exchange.units
-        self._coder = coder
         self._outside = outside
         self._outer = outside.spec.outer
         self._directory = directory = outside.directory
@@ -156,13 +138,11 @@ class Gossip:
         exchange.num_live = directory.num_live
         exchange.has_partners = lambda: self._pairing.may_come(directory.live())
         exchange.on_open = self._opened
-        self._ask_task: asyncio.Task[Agreed | None] | None = None
+        self._ask_task: asyncio.Task[Swap | None] | None = None
         self._running: list[Swap] = []
         self._tasks = OwnedTasks("a swap")
-        self._changed = asyncio.Condition()
-        self._turn = asyncio.Lock()
+        self._changed = self._shared.changed
         self._asking = ""  # the peer that has an offer of this one
-        self._ledgers: OrderedDict[bytes, Ledger] = OrderedDict()
         self._agreed_step = -(1 << 60)  # the inner step at which the last swap was agreed
         self._free_since_s = self._loop.time()
 
@@ -180,10 +160,8 @@ class Gossip:
                     await asyncio.wait({self._ask_task})
                 finally:
                     self._ask_task.cancel()
-                await self._tell_change()
-                if not self._ask_task.cancelled() and (agreed := self._ask_task.result()):
-                    self._tasks.start(self._swap_of_ours(agreed))
-                else:
+                await self._shared.tell_change()
+                if not self._begins_swap():
                     await self._wait_for_somebody()
         finally:
             await self._tasks.stop(grace_s=0.0)
@@ -210,7 +188,7 @@ class Gossip:
 
     def _opened(self) -> None:
         self._free_since_s = self._loop.time()
-        self._tasks.start(self._tell_change())
+        self._tasks.start(self._shared.tell_change())
 
     def _is_idle(self) -> bool:
         """Return whether this peer has found no partner for a while, so that nobody loses a swap to the next one.
@@ -233,7 +211,7 @@ class Gossip:
 
     # offers of this peer
 
-    async def _ask_somebody(self) -> Agreed | None:
+    async def _ask_somebody(self) -> Swap | None:
         if self.state != "training":
             return None
         candidate = self._pairing.next(self._directory.live(), self._loop.time())
@@ -243,10 +221,10 @@ class Gossip:
         if not reserved:
             return None
         told, window = reserved
-        self._asking, agreed = candidate.peer_id, None
+        self._asking, swap = candidate.peer_id, None
         try:
-            agreed = await self._ask(candidate, told)
-            return agreed
+            swap = await self._ask(candidate, told)
+            return swap
         except PeerError as error:
             self._pairing.failed(candidate.peer_id, self._loop.time())
             self._note(candidate.peer_id, "cannot be asked", error)
@@ -254,8 +232,16 @@ class Gossip:
         finally:  # without a wait, at which this task may be cancelled
             self._asking = ""
             self._ages.end(window, mixed_at=None)
-            if agreed:
-                self._ages.begin(agreed.part)
+            if swap:
+                self._ages.begin(swap.part)
+
+    def _begins_swap(self) -> bool:
+        """Begin the swap on which the peer that was asked has agreed, if it has."""
+        asked, self._ask_task = self._ask_task, None  # which would keep the slices of the swap in memory
+        if not asked or asked.cancelled() or not (swap := asked.result()):
+            return False
+        self._tasks.start(self._swap_of_ours(swap))
+        return True
 
     async def _wait_for_somebody(self) -> None:
         """Wait until a peer may be asked, and let the offers of others have the slot meanwhile."""
@@ -265,24 +251,24 @@ class Gossip:
         else:
             await asyncio.sleep(PAUSED_S)
 
-    async def _ask(self, candidate: Candidate, told: bytes) -> Agreed | None:
+    async def _ask(self, candidate: Candidate, told: bytes) -> Swap | None:
         stream = await self._outside.transport.open_swap(candidate, timeout_s=self._deadlines.dial_s)
-        agreed = None
+        swap = None
         try:
             swap_id, began_s = self._outside.rng.randbytes(SWAP_ID_BYTES), self._loop.time()
             offer = Offer(self._outside.hello(), swap_id, self._standing(), told, self._at_most())
             await send_within(self._deadlines.offer_s, stream, offer, peer=candidate.peer_id)
             answer = await stream.receive(self._deadlines.offer_s)
             self.link.answered(self._loop.time() - began_s)
-            agreed = self._answered(candidate, stream, swap_id, told, answer)
-            return agreed
+            swap = self._answered(candidate, stream, swap_id, told, answer)
+            return swap
         finally:
-            if not agreed:
+            if not swap:
                 await stream.close()
 
     def _answered(
         self, candidate: Candidate, stream: FrameStream, swap_id: bytes, told: bytes, answer: Frame
-    ) -> Agreed | None:
+    ) -> Swap | None:
         partner = candidate.peer_id
         match answer:
             case Accept(hello, standing, part):
@@ -314,7 +300,7 @@ class Gossip:
         swap = self._running[0] if self._running else None
         if swap is None or not swap.is_moving:
             return 0.0
-        start, stop = self._units.bounds(swap.agreed.part)
+        start, stop = self._units.bounds(swap.part)
         return max(0.0, swap.moving_s + (stop - start) / max(1.0, self.link.elements_per_s) - self._loop.time())
 
     def _busy_retry_s(self) -> float:
@@ -332,18 +318,16 @@ class Gossip:
 
     def _agree(
         self, stream: FrameStream, swap_id: bytes, partner: str, theirs: Standing, part: Slice, *, told_step: int
-    ) -> Agreed:
+    ) -> Swap:
         self._pairing.began(partner, self._directory.live(), num_live=self._directory.num_live())
         self._agreed_step = self._exchange.step
-        step_s = min(max(0.0, theirs.step_s), max(MOST_STEP_S, MOST_STEPS * self._exchange.step_s))
-        return Agreed(stream, swap_id, partner, theirs.progress, told_step, step_s, part)
+        return Swap(self._shared, stream, swap_id, partner=partner, theirs=theirs, part=part, told_step=told_step)
 
     # offers of other peers
 
     def is_verified(self, swap_id: bytes) -> bool:
         """Return whether this peer has verified a swap and not abandoned it. The partner asks this."""
-        ledger = self._ledgers.get(swap_id)
-        return ledger is not None and ledger.verified and not ledger.ended
+        return self._shared.verified.get(swap_id, False)
 
     async def on_swap(self, stream: FrameStream) -> None:
         """Answer one offer and, if it is accepted, run the swap to its end."""
@@ -382,8 +366,8 @@ class Gossip:
         if not part:
             return Refuse(RefuseCode.BUSY, "other swaps carry all slices that we could swap", self._busy_retry_s())
         self._ages.begin(part)
-        agreed = self._agree(stream, offer.swap_id, caller, offer.standing, part, told_step=told_step)
-        await self._swap(agreed, first=Accept(self._outside.hello(), self._standing(), part))
+        swap = self._agree(stream, offer.swap_id, caller, offer.standing, part, told_step=told_step)
+        await self._swap(swap, first=Accept(self._outside.hello(), self._standing(), part))
         return None
 
     async def _refusal(self, offer: Frame) -> Refuse | None:
@@ -415,47 +399,36 @@ class Gossip:
 
     # swaps
 
-    async def _swap_of_ours(self, agreed: Agreed) -> None:
+    async def _swap_of_ours(self, swap: Swap) -> None:
         try:
             if self.state == "training":
-                await self._swap(agreed)
+                await self._swap(swap)
             else:  # this peer has been paused since it made the offer
-                self._ages.end(agreed.part, mixed_at=None)
+                self._ages.end(swap.part, mixed_at=None)
         finally:
-            await agreed.stream.close()
+            await swap.stream.close()
 
-    async def _swap(self, agreed: Agreed, *, first: Accept | None = None) -> None:
+    async def _swap(self, swap: Swap, *, first: Accept | None = None) -> None:
         """Run one swap, after sending `first`. A failure of the partner ends here."""
         began_s, is_committed = self._loop.time(), False
-        ledger = self._ledgers[agreed.swap_id] = Ledger()
-        if len(self._ledgers) > REMEMBERED_SWAPS:
-            self._ledgers.popitem(last=False)
-        swap = Swap(
-            agreed,
-            self._coder,
-            self._outside,
-            snapshot=self._snapshot,
-            turn=self._turn,
-            on_moving=self._tell_change,
-            traffic=self.counts.traffic,
-            ledger=ledger,
-            ask_partner=lambda: self._has_verified(agreed),
-        )
         self._running.append(swap)
         try:
             if first:
-                await send_within(self._deadlines.offer_s, agreed.stream, first, peer=agreed.partner)
+                await send_within(self._deadlines.offer_s, swap.stream, first, peer=swap.partner)
             coding = await swap.run()
             is_committed = True
             self.counts.swaps += 1
-            halves = await swap.elsewhere(self._exchange.judge, coding, agreed.partner)
-            start, stop = self._units.bounds(agreed.part)
+            halves = await swap.elsewhere(self._exchange.judge, coding, swap.partner)
             now_s = self._loop.time()
-            self.link.committed(stop - start, swap, began_s, now_s)
+            self.link.committed(len(coding.values), swap, began_s, now_s)
             self._exchange.committed(
                 Committed(
-                    agreed,
-                    start,
+                    swap.swap_id,
+                    swap.partner,
+                    swap.progress,
+                    swap.told_step,
+                    swap.part,
+                    coding.start,
                     halves,
                     snapshot_step=swap.snapshot_step,
                     seconds=now_s - began_s,
@@ -464,22 +437,19 @@ class Gossip:
             )
         except PeerError as error:
             self._failed(swap, error)
-            if isinstance(error, CorruptPayload):
-                self._outside.on_corrupt(agreed.partner, str(error))
             # The traceback and the swap refer to each other, which would keep slices in memory.
             error.__traceback__ = error.__context__ = None
         finally:
-            ledger.ended |= not ledger.verified
             if not is_committed:
-                self._ages.end(agreed.part, mixed_at=None)
+                self._ages.end(swap.part, mixed_at=None)
             self._free_since_s = self._loop.time()
             if (held_s := self._free_since_s - began_s) > HELD_UP * self.link.swap_s > 0:
-                self._pairing.shares.held_up(agreed.partner, held_s / self.link.swap_s)
+                self._pairing.shares.held_up(swap.partner, held_s / self.link.swap_s)
             self._running.remove(swap)
-            await self._tell_change()
+            await self._shared.tell_change()
 
     def _failed(self, swap: Swap, error: PeerError) -> None:
-        partner, now_s = swap.agreed.partner, self._loop.time()
+        partner, now_s = swap.partner, self._loop.time()
         if not swap.is_moving and isinstance(error, Unreachable):
             # The partner has agreed with somebody else while its answer or this peer's answer was on its way.
             self._pairing.refused(partner, RefuseCode.BUSY, retry_after_s=self._busy_retry_s(), now_s=now_s)
@@ -490,27 +460,8 @@ class Gossip:
         self.counts.failures[next(kind for type_, kind in KINDS if isinstance(error, type_))] += 1
         self._pairing.failed(partner, now_s)
         self._note(partner, "a swap failed", error)
-
-    async def _tell_change(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
-
-    async def _snapshot(self, part: Slice) -> tuple[Tensor, int]:
-        if read := self._exchange.read:
-            step = self._exchange.step
-            return await self._loop.run_in_executor(self._outside.executor, read, *self._units.bounds(part)), step
-        return await self._exchange.snapshot(part)
-
-    async def _has_verified(self, agreed: Agreed) -> bool:
-        """Ask the partner about a swap over a new connection. Without an answer, it counts as not verified."""
-        candidate = await self._directory.find(agreed.partner, timeout_s=self._deadlines.status_s)
-        if candidate is None:
-            return False
-        with contextlib.suppress(PeerError):
-            status = self._outside.transport.status
-            answer = await status(candidate, swap_id=agreed.swap_id, timeout_s=self._deadlines.status_s)
-            return answer.has_verified
-        return False
+        if isinstance(error, CorruptPayload):
+            self._outside.on_corrupt(partner, str(error))
 
     def _note(self, peer: str, what: str, error: PeerError) -> None:
         self.counts.last_failure = f"{named(peer)}: {what}: {error}" + (f"; {error.advice}" if error.advice else "")

@@ -9,8 +9,9 @@ from noloco_p2p.errors import PeerError, Refused
 from noloco_p2p.gossip.coder import Coder
 from noloco_p2p.gossip.exchange import Exchange
 from noloco_p2p.gossip.frames import FetchItem, FetchWant, Hello, PeerStatus, Refuse, RefuseCode, other_kind
-from noloco_p2p.gossip.gossip import PAUSED_S, Counts, Gossip
+from noloco_p2p.gossip.gossip import PAUSED_S, Gossip
 from noloco_p2p.gossip.seams import FrameStream, Outside
+from noloco_p2p.gossip.swap import Counts
 from noloco_p2p.gossip.units import Units
 from noloco_p2p.owned_tasks import OwnedTasks
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from blake3 import blake3
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from noloco_p2p.errors import CorruptPayload, PeerError, TimedOut, Unreachable
 from noloco_p2p.gossip.coder import Coder, Coding, check_proposal
+from noloco_p2p.gossip.exchange import Exchange
 from noloco_p2p.gossip.frames import (
     Abort,
     AbortCode,
@@ -24,90 +26,98 @@ from noloco_p2p.gossip.frames import (
     Payload,
     Ready,
     Received,
+    Slice,
+    Standing,
     chunk_digest,
 )
 from noloco_p2p.gossip.seams import FrameStream, Outside
-from noloco_p2p.gossip.units import Slice
 
 T = TypeVar("T")
 F = TypeVar("F")
 
 PATIENCE_S = 10.0  # for the partner's next header, in addition to two of its inner steps
+MOST_STEPS = 10  # of this peer: the longest inner step of a partner that this peer waits for, if it takes longer than
+MOST_STEP_S = 10.0
+REMEMBERED_SWAPS = 64
 NEARLY_OVER = 2 / 3  # of the chunks have arrived; the rest is on its way while the next swap prepares
 ALIVE_PER_PROGRESS = 3  # Alive frames in the time after which a silent partner counts as gone
 
 
 @dataclass(slots=True)
-class Traffic:
-    """Counters of all swaps of a peer, including failed ones."""
+class Counts:
+    """What a peer counts over all its swaps, including failed ones, and the last failure of another peer."""
 
+    swaps: int = 0  # that were committed
     bytes_sent: int = 0
     bytes_received: int = 0
     chunks: int = 0
     repeated_chunks: int = 0  # chunks that needed more than one pass
+    failures: Counter[str] = field(default_factory=Counter)  # failed swaps, by kind
+    refused: Counter[str] = field(default_factory=Counter)  # offers of other peers, by reason
+    last_failure: str = ""
+    refused_as_stale: bool = False  # since somebody asked
 
 
-@dataclass(slots=True)
-class Ledger:
-    """How far a swap has come. A partner asks for it if the last Ready was lost."""
+class Shared:
+    """What the swaps of a peer share.
 
-    verified: bool = False
-    ended: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Agreed:
-    """A swap on which two peers have agreed. `step_s` is the duration of the partner's inner steps.
-
-    `told_step` is the number of inner steps that this peer had taken when the partner told its progress.
+    A swap holds `turn` from its snapshot until it has sent its first pass and received most of the partner's, so only
+    one swap of a peer moves at a time, but the next one prepares while the last chunks travel. `changed` is notified
+    when a swap begins to move, and when it ends. `verified` holds the swaps that this peer has verified, and whether it
+    may still commit them. A partner asks for this if the last Ready was lost.
     """
 
-    stream: FrameStream
-    swap_id: bytes
-    partner: str
-    progress: float
-    told_step: int
-    step_s: float
-    part: Slice
+    def __init__(self, exchange: Exchange, coder: Coder, outside: Outside, counts: Counts) -> None:
+        self.exchange = exchange
+        self.coder = coder
+        self.outside = outside
+        self.counts = counts
+        self.turn = asyncio.Lock()
+        self.changed = asyncio.Condition()
+        self.verified: OrderedDict[bytes, bool] = OrderedDict()
+
+    async def tell_change(self) -> None:
+        async with self.changed:
+            self.changed.notify_all()
 
 
 class Swap:
-    """One swap.
+    """One swap on which two peers have agreed.
 
-    `snapshot` returns a copy of a slice of this peer's weights, and the number of inner steps before it. A swap holds
-    `turn` from its snapshot until it has sent its first pass and received most of the partner's, so only one swap of a
-    peer moves at a time, but the next one prepares while the last chunks travel. `ask_partner` returns whether the
-    partner has verified the swap; it is called if the partner's Ready does not arrive.
+    `theirs` is what the partner told about itself when this peer had taken `told_step` inner steps.
     """
 
     def __init__(
         self,
-        agreed: Agreed,
-        coder: Coder,
-        outside: Outside,
+        shared: Shared,
+        stream: FrameStream,
+        swap_id: bytes,
         *,
-        snapshot: Callable[[Slice], Coroutine[Any, Any, tuple[Tensor, int]]],
-        turn: asyncio.Lock,
-        on_moving: Callable[[], Awaitable[None]],
-        traffic: Traffic,
-        ledger: Ledger,
-        ask_partner: Callable[[], Awaitable[bool]],
+        partner: str,
+        theirs: Standing,
+        part: Slice,
+        told_step: int,
     ) -> None:
-        self.agreed = agreed
+        own_step_s = shared.exchange.step_s
+        self.stream = stream
+        self.partner = partner
+        self.part = part
+        self.told_step = told_step
+        self.progress = theirs.progress  # of the partner
+        self.swap_id = swap_id
         self.sent_s = 0.0  # from the first chunk of each pass until the partner had the last one
         self.snapshot_step = 0
         self.is_moving = False  # whether both partners send or have sent
         self.moving_s = 0.0  # when they began
         self.cost_s = 0.0  # CPU time for coding
-        self._coder = coder
-        self._snapshot = snapshot
-        self._turn = turn
-        self._on_moving = on_moving
-        self._outside = outside
-        self._deadlines = outside.deadlines
-        self._traffic = traffic
-        self._ledger = ledger
-        self._ask_partner = ask_partner
+        # how long a wait for the partner's next header may take
+        self._patience_s = PATIENCE_S + 2 * min(max(0.0, theirs.step_s), max(MOST_STEP_S, MOST_STEPS * own_step_s))
+        self._shared = shared
+        self._turn = shared.turn
+        self._counts = shared.counts
+        self._coder = shared.coder
+        self._outside = shared.outside
+        self._deadlines = shared.outside.deadlines
         self._loop = asyncio.get_running_loop()
         self._began_s = 0.0  # when the first chunk of this pass was sent
         self._writing = asyncio.Lock()  # a stream supports one writer, but Alive and Abort come from elsewhere
@@ -123,14 +133,18 @@ class Swap:
         Raises PeerError if nothing was committed. The partner then commits nothing either, unless it is already
         unreachable after it has verified everything.
         """
+        verified = self._shared.verified
         try:
             await _together(self._send_passes(), self._receive_passes())
-            self._ledger.verified = True
+            verified[self.swap_id] = True
+            if len(verified) > REMEMBERED_SWAPS:
+                verified.popitem(last=False)
             with contextlib.suppress(Unreachable):  # the partner may still answer a question
                 await self._send(Ready())
             await self._hear_ready()
         except BaseException as error:
-            self._ledger.ended = True
+            if self.swap_id in verified:
+                verified[self.swap_id] = False
             await self._farewell(error)
             raise
         coding = self._coding.result()
@@ -140,7 +154,7 @@ class Swap:
     # sending
 
     async def _send_passes(self) -> None:
-        part, proposal = self.agreed.part, self._coder.propose(self.agreed.part)
+        proposal = self._coder.propose(self.part)
         if proposal:
             await self._send(Grid(proposal))
             theirs = await self._grid
@@ -149,8 +163,8 @@ class Swap:
         turn = asyncio.ensure_future(self._turn.acquire())
         try:
             await self._while_alive(turn)
-            values, self.snapshot_step = await self._while_alive(self._snapshot(part))
-            coding = Coding(self._coder, part, values, swap_id=self.agreed.swap_id, proposals=(proposal, theirs))
+            values, self.snapshot_step = await self._while_alive(self.snapshot())
+            coding = Coding(self._coder, self.part, values, swap_id=self.swap_id, proposals=(proposal, theirs))
             self._coding.set_result(coding)
             indices = [*range(len(coding.chunks))]
             await self._send_pass(coding, 0, indices)
@@ -162,13 +176,13 @@ class Swap:
         while indices := await self._while_alive(self._failed.get()):
             number += 1
             await self._send_pass(coding, number, indices)
-        self._traffic.chunks += len(coding.chunks)
+        self._counts.chunks += len(coding.chunks)
 
     async def _send_pass(self, coding: Coding, number: int, indices: list[int]) -> None:
         try:
             payloads = await self._while_alive(self.elsewhere(coding.encode, number, indices))
         except ValueError as error:  # not the partner's fault
-            raise Diverged(f"this peer's weights cannot be sent: {error}", peer=self.agreed.partner) from None
+            raise Diverged(f"this peer's weights cannot be sent: {error}", peer=self.partner) from None
         digests = [chunk_digest(payload) for payload in payloads]
         num_bytes = sum(len(payload) for payload in payloads)
         await self._send(Header(number, len(indices), num_bytes, blake3(b"".join(digests)).digest()))
@@ -176,12 +190,20 @@ class Swap:
         if number == 0:
             self.is_moving = True
             self.moving_s = self._loop.time()
-            await self._on_moving()
+            await self._shared.tell_change()
         self._began_s = self._loop.time()
         for index, payload, digest in zip(indices, payloads, digests, strict=True):
             await self._send(Chunk(index, payload, digest))
-            self._traffic.bytes_sent += len(payload)
-        self._traffic.repeated_chunks += len(indices) if number == 1 else 0
+            self._counts.bytes_sent += len(payload)
+        self._counts.repeated_chunks += len(indices) if number == 1 else 0
+
+    async def snapshot(self) -> tuple[Tensor, int]:
+        """Return a copy of this peer's slice, and the number of inner steps before it."""
+        exchange, start_stop = self._shared.exchange, self._coder.units.bounds(self.part)
+        if exchange.read:
+            step = exchange.step
+            return await self._loop.run_in_executor(self._outside.executor, exchange.read, *start_stop), step
+        return await exchange.snapshot(self.part)
 
     async def _while_alive(self, work: Awaitable[T]) -> T:
         """Await `work`, and tell the partner meanwhile that this peer is alive."""
@@ -207,14 +229,14 @@ class Swap:
 
     async def _send(self, frame: Frame) -> None:
         async with self._writing:
-            await send_within(self._deadlines.progress_s, self.agreed.stream, frame, peer=self.agreed.partner)
+            await send_within(self._deadlines.progress_s, self.stream, frame, peer=self.partner)
 
     # receiving
 
     async def _receive_passes(self) -> None:
         if self._coder.passes:
             proposal = (await self._next(Grid)).exponents
-            check_proposal(self._coder, self.agreed.part, proposal)
+            check_proposal(self._coder, self.part, proposal)
             self._grid.set_result(proposal)
         number, indices = 0, None
         while indices is None or indices:
@@ -240,7 +262,7 @@ class Swap:
             if chunk_digest(chunk.payload) != chunk.digest:
                 raise CorruptPayload(f"chunk {index} is damaged")
             digests.update(chunk.digest)
-            self._traffic.bytes_received += len(chunk.payload)
+            self._counts.bytes_received += len(chunk.payload)
             payloads.append(chunk.payload)
             if len(payloads) >= NEARLY_OVER * len(indices):
                 self._nearly_over.set()
@@ -251,19 +273,19 @@ class Swap:
 
     async def _next(self, kind: type[F]) -> F:
         """Return the partner's next frame, which must be of this kind. Only a patient wait allows Alive frames."""
-        until_s = self._loop.time() + PATIENCE_S + 2 * self.agreed.step_s
+        until_s = self._loop.time() + self._patience_s
         while True:
-            frame = await self.agreed.stream.receive(self._deadlines.progress_s)
+            frame = await self.stream.receive(self._deadlines.progress_s)
             if isinstance(frame, kind):
                 return frame
             if isinstance(frame, Abort):
-                raise Ended(frame, peer=self.agreed.partner)
+                raise Ended(frame, peer=self.partner)
             if isinstance(frame, Received):
                 self.sent_s += self._loop.time() - self._began_s
             elif not isinstance(frame, Alive):
                 raise CorruptPayload(f"expected {kind.__name__}, got {type(frame).__name__}")
             if self._loop.time() > until_s:
-                raise TimedOut("its next inner step or its link keeps this peer waiting", peer=self.agreed.partner)
+                raise TimedOut("its next inner step or its link keeps this peer waiting", peer=self.partner)
 
     async def _hear_ready(self) -> None:
         try:
@@ -272,14 +294,25 @@ class Swap:
             raise
         except PeerError:
             # The Ready may be lost, so ask the partner once. Without an answer, nothing is committed.
-            if not await self._ask_partner():
+            if not await self._has_partner_verified():
                 raise
+
+    async def _has_partner_verified(self) -> bool:
+        """Ask the partner over a new connection."""
+        outside, timeout_s = self._outside, self._deadlines.status_s
+        candidate = await outside.directory.find(self.partner, timeout_s=timeout_s)
+        if candidate is None:
+            return False
+        with contextlib.suppress(PeerError):
+            answer = await outside.transport.status(candidate, swap_id=self.swap_id, timeout_s=timeout_s)
+            return answer.has_verified
+        return False
 
     async def _farewell(self, error: BaseException) -> None:
         if isinstance(error, CorruptPayload):
-            error.peer = self.agreed.partner
-        codes = {CorruptPayload: AbortCode.CORRUPT, TimedOut: AbortCode.TIMED_OUT}
-        code = next((code for kind, code in codes.items() if isinstance(error, kind)), AbortCode.ABANDONED)
+            error.peer, code = self.partner, AbortCode.CORRUPT
+        else:
+            code = AbortCode.TIMED_OUT if isinstance(error, TimedOut) else AbortCode.ABANDONED
         with contextlib.suppress(PeerError, TimeoutError):  # the partner is gone
             sentence = str(error) if isinstance(error, PeerError) else "this peer ended the swap"
             await asyncio.wait_for(self._send(Abort(code, sentence)), self._deadlines.farewell_s)

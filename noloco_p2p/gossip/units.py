@@ -29,8 +29,8 @@ class Chunk:
     blocks: range
 
     @property
-    def num_elements(self) -> int:
-        return self.stop - self.start
+    def shape(self) -> tuple[int]:
+        return (self.stop - self.start,)
 
 
 class Units:

@@ -23,7 +23,6 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from noloco_p2p.devices import free_memory
-from noloco_p2p.errors import CheckpointError, NolocoError
+from noloco_p2p.errors import CheckpointError
 from noloco_p2p.outer.plain_values import packed, unpacked
 
 log = logging.getLogger(__name__)
@@ -280,21 +279,8 @@ class Checkpoints:
             yield
 
 
-@dataclass(frozen=True, slots=True)
-class Content:
-    """The content of a checkpoint. Training changes the tensors in `live`, but not those in `fresh`."""
-
-    fresh: Files
-    live: Files
-    meta: Mapping[str, Any]
-
-
 class Saver:
-    """A background writer of checkpoints, which writes at most one at a time.
-
-    What it writes is copied first, so training continues meanwhile. A request is refused while another checkpoint is
-    being written.
-    """
+    """Writes checkpoints in the background, one at a time. What it writes is copied first, so training continues."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -303,52 +289,25 @@ class Saver:
     def is_busy(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def begin(
-        self,
-        checkpoints: Checkpoints,
-        step: int,
-        *,
-        content: Callable[[], Content],
-        done: Callable[[Path], None],
-    ) -> bool:
-        """Copy `content()`, and write it in the background.
+    def begin(self, write: Callable[[Files], object], live: Files) -> None:
+        """Call `write` with a copy of the tensors `live` on another thread, unless the saver is busy.
 
-        Returns False if the last checkpoint is unfinished. `done` is called with the folder, on the thread that wrote
-        the checkpoint. A failure is logged, and the last good checkpoint is kept. If the program exits during a write,
-        the process ends only after the write. If there is too little memory for a copy, this call blocks until the
-        checkpoint is written.
+        If the program exits during a write, the process ends only after the write. If there is too little memory for a
+        copy, this call blocks until the checkpoint is written.
         """
-        if self.is_busy:
-            log.warning("skipped the checkpoint of step %d because the previous one is still being written", step)
-            return False
-        try:
-            found = content()
-        except Exception:  # of the caller's `meta`, which must not end training
-            log.exception("the checkpoint of step %d could not be made", step)
-            return False
-        num_bytes = sum(tensor.nbytes for tensors in found.live.values() for tensor in tensors.values())
-        has_room, live = num_bytes < USED_SHARE * free_memory(), found.live
+        num_bytes = sum(tensor.nbytes for tensors in live.values() for tensor in tensors.values())
+        has_room = num_bytes < USED_SHARE * free_memory()
         if has_room:
             live = {
                 stem: {name: value.to("cpu", copy=True) for name, value in tensors.items()}
                 for stem, tensors in live.items()
             }
         else:
-            log.info("training is waiting for the checkpoint of step %d: not enough memory for a copy", step)
-
-        def write() -> None:
-            try:
-                done(checkpoints.save(step, files={**found.fresh, **live}, meta=found.meta))
-            except NolocoError as error:
-                log.error("%s", error)
-            except Exception:  # without this, the error would be lost with the thread
-                log.exception("the checkpoint of step %d could not be written", step)
-
-        self._thread = threading.Thread(target=write, name="noloco-checkpoint")
+            log.info("training is waiting for a checkpoint: not enough memory for a copy")
+        self._thread = threading.Thread(target=write, args=(live,), name="noloco-checkpoint")
         self._thread.start()
         if not has_room:
             self.wait()
-        return True
 
     def wait(self) -> None:
         """Wait until no checkpoint is being written."""

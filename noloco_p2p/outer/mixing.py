@@ -129,16 +129,16 @@ class Mixing:
         return max(0, wanted - self.exchange.ages.least_mixings)
 
     def _apply(self, swap: Committed) -> Swapped:
-        began_s, exchange, halves, agreed = self._cpu_clock(), self.exchange, swap.halves, swap.agreed
+        began_s, exchange, halves = self._cpu_clock(), self.exchange, swap.halves
         age_steps = exchange.step - swap.snapshot_step
         self._weights.add(swap.start, halves.values)
         share = len(halves.values) / self._weights.num_swapped
         if exchange.is_at_rest:
             exchange.step += 1
         elif not self.follows_caller:
-            total, told = self._spec.schedule_steps, self._steps_taken - (exchange.step - agreed.told_step)
+            total, told = self._spec.schedule_steps, self._steps_taken - (exchange.step - swap.told_step)
             trained = self._steps_taken / total
-            self._positions.note(agreed.partner, agreed.progress, trained=told / total)
+            self._positions.note(swap.partner, swap.progress, trained=told / total)
             self.progress = self._positions.move(self.progress, trained=trained, share=share, num_live=swap.num_live)
         self._mean_square = _smoothed(self._mean_square, halves.magnitude**2)
         distance = halves.distance / math.sqrt(self._mean_square or 1.0)
@@ -148,8 +148,8 @@ class Mixing:
         metrics.age_steps = _smoothed(metrics.age_steps, age_steps)
         metrics.judged_pieces += halves.num_pieces
         metrics.clipped_pieces += halves.num_clipped
-        metrics.last_partner = agreed.partner
-        return Swapped(agreed.partner, share, age_steps, swap.seconds, distance)
+        metrics.last_partner = swap.partner
+        return Swapped(swap.partner, share, age_steps, swap.seconds, distance)
 
 
 def _smoothed(before: float | None, value: float) -> float:

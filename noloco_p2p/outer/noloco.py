@@ -19,15 +19,15 @@ from typing import Any, Protocol
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from noloco_p2p.errors import CheckpointError, ModelError, SettingsError
+from noloco_p2p.errors import CheckpointError, ModelError, NolocoError, SettingsError
 from noloco_p2p.gossip.exchange import Exchange
 from noloco_p2p.gossip.frames import StateManifest
 from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.outer import saved_state
-from noloco_p2p.outer.checkpoint import Checkpoint, Checkpoints, Content, Saver
+from noloco_p2p.outer.checkpoint import Checkpoint, Checkpoints, Files, Saver
 from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.outer.mixing import Mixing, Swapped
 from noloco_p2p.outer.optimizer_state import InnerState, inner_state, is_skipped
@@ -35,7 +35,7 @@ from noloco_p2p.outer.plain_values import packed
 from noloco_p2p.outer.weights import Weights
 from noloco_p2p.spec import Spec
 from noloco_p2p.telemetry.metrics import Metrics
-from noloco_p2p.transfer.donor import SavedState
+from noloco_p2p.transfer.donor import SavedState, describe_state
 
 log = logging.getLogger(__name__)
 
@@ -346,24 +346,60 @@ class NoLoCo:
         Raises CheckpointError if writing fails; in that case, the last good checkpoint remains intact.
         """
         self._saver.wait()  # only one checkpoint can be written at a time
-        content = self._content()
-        folder = self._checkpoints.save(self.num_steps, files={**content.fresh, **content.live}, meta=content.meta)
-        self._serve(folder, content.meta["outer"])
-        return folder
+        live, write = self._checkpoint()
+        return write(live)
 
     def save_in_background(self, *, done: Callable[[Path], None] | None = None) -> bool:
         """Save the current state as `save` does, while training continues. Return False if the last save is unfinished.
 
-        `done` is called with the folder, on the thread that wrote the checkpoint. A failure is logged.
+        `done` is called with the folder, on the thread that wrote the checkpoint. A failure is logged, and the last
+        good checkpoint is kept.
         """
-        position = self._position()
+        if self._saver.is_busy:
+            log.warning(
+                "skipped the checkpoint of step %d because the previous one is still being written", self.num_steps
+            )
+            return False
+        try:
+            live, write = self._checkpoint()
+        except Exception:  # of the caller's `meta`, which must not end training
+            log.exception("the checkpoint of step %d could not be made", self.num_steps)
+            return False
 
-        def written(folder: Path) -> None:
+        def write_and_tell(copied: Files) -> None:
+            try:
+                folder = write(copied)
+                if done:
+                    done(folder)
+            except NolocoError as error:
+                log.error("%s", error)
+            except Exception:  # without this, the error would be lost with the thread
+                log.exception("a checkpoint could not be written")
+
+        self._saver.begin(write_and_tell, live)
+        return True
+
+    def _checkpoint(self) -> tuple[Files, Callable[[Files], Path]]:
+        """Return the tensors of a checkpoint that training will change, and a function to call with their copies.
+
+        It writes them and the rest of the checkpoint, serves it to newcomers, and returns its folder.
+        """
+        live: dict[str, Mapping[str, Tensor]] = {}
+        if buffers := saved_state.persistent_buffers(self._model):
+            live[saved_state.BUFFERS_FILE] = buffers
+        if self.weights.slow is not None:
+            live[saved_state.FAST_FILE] = self.weights.parameters.named_values()
+        if self._inner:
+            live[saved_state.INNER_FILE] = self._inner.state()
+        fresh, step, position = {saved_state.STATE_FILE: self.weights.tensors()}, self.num_steps, self._position()
+        meta = {**self._meta(), "outer": position}
+
+        def write(changing: Files) -> Path:
+            folder = self._checkpoints.save(step, files={**fresh, **changing}, meta=meta)
             self._serve(folder, position)
-            if done:
-                done(folder)
+            return folder
 
-        return self._saver.begin(self._checkpoints, self.num_steps, content=self._content, done=written)
+        return live, write
 
     def state_dict(self) -> dict[str, Any]:
         """Return the outer state and the position in the run, for the caller's own checkpoint.
@@ -397,13 +433,6 @@ class NoLoCo:
             "layout": layout.digest(),
             "tensors": layout.as_json().decode(),
         }
-
-    def _content(self) -> Content:
-        live = saved_state.live_tensors(self.weights, self._model)
-        if self._inner:
-            live[saved_state.INNER_FILE] = self._inner.state()
-        fresh = {saved_state.STATE_FILE: self.weights.tensors()}
-        return Content(fresh, live, {**self._meta(), "outer": self._position()})
 
     def _meta(self) -> dict[str, Any]:
         meta = dict(self._user_meta())
@@ -491,7 +520,14 @@ class NoLoCo:
         self._peer.metrics.step = position["num_steps"]
 
     def _serve(self, folder: Path, position: dict[str, Any]) -> None:
-        self._peer.membership.serve_state(saved_state.for_newcomers(folder, self.weights, position))
+        """Serve the checkpoint in `folder`, written at this position in the run, to newcomers."""
+        saved = describe_state(
+            folder / f"{saved_state.STATE_FILE}.safetensors",
+            layout=position["layout"],
+            num_elements=self.weights.num_elements,
+            progress=position["progress"],
+        )
+        self._peer.membership.serve_state(saved)
 
 
 def _trainable(model: nn.Module) -> list[int]:

@@ -1,4 +1,4 @@
-"""Save the weights of a peer in a checkpoint, restore them, and describe them to newcomers."""
+"""The files of a checkpoint of a peer, and how to restore and check them."""
 
 from __future__ import annotations
 
@@ -16,22 +16,11 @@ from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.outer.checkpoint import Checkpoint
 from noloco_p2p.outer.flat import named_buffers
 from noloco_p2p.outer.weights import Weights, check_vectors
-from noloco_p2p.transfer.donor import SavedState, describe_state
 
 STATE_FILE = "weights"  # stem of the file that newcomers fetch: the weights and, with alpha > 0, the outer momentum
 FAST_FILE = "model"  # stem of the file with the model's parameters, if they are not those in STATE_FILE
 INNER_FILE = "optimizer"  # stem of the file with the state of the inner optimizer
 BUFFERS_FILE = "buffers"  # stem of the file with buffers such as running statistics, if the model has any
-
-
-def live_tensors(weights: Weights, model: nn.Module) -> dict[str, dict[str, Tensor]]:
-    """Return what a checkpoint contains besides STATE_FILE and the inner optimizer, without copies."""
-    tensors = {}
-    if buffers := persistent_buffers(model):
-        tensors[BUFFERS_FILE] = buffers
-    if weights.slow is not None:
-        tensors[FAST_FILE] = weights.parameters.named_values()
-    return tensors
 
 
 def put_back(checkpoint: Checkpoint, weights: Weights, model: nn.Module) -> dict[str, Any]:
@@ -61,16 +50,6 @@ def read_state(path: Path, expected: Mapping[str, int]) -> dict[str, Tensor]:
         raise CheckpointError("the state is not a safetensors file") from None
     check_vectors(tensors, expected)
     return tensors
-
-
-def for_newcomers(folder: Path, weights: Weights, position: dict[str, Any]) -> SavedState:
-    """Return a description for newcomers of the checkpoint in `folder`, written at this position in the run."""
-    return describe_state(
-        folder / f"{STATE_FILE}.safetensors",
-        layout=position["layout"],
-        num_elements=weights.num_elements,
-        progress=position["progress"],
-    )
 
 
 def check_layout(position: Mapping[str, Any], layout: ModelLayout, *, origin: str) -> None:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
-from dataclasses import asdict, replace
+from dataclasses import replace
 from threading import Event
 from typing import Any
 
@@ -21,9 +21,10 @@ from noloco_p2p.bans import BanList
 from noloco_p2p.control import ControlServer, Handler
 from noloco_p2p.errors import DirectoryError, IdentityError, NolocoError, TicketError, Unreachable
 from noloco_p2p.gossip.frames import Hello
-from noloco_p2p.gossip.gossip import Counts, Link
+from noloco_p2p.gossip.gossip import Link
 from noloco_p2p.gossip.seams import Candidate, Outside
 from noloco_p2p.gossip.service import PeerService
+from noloco_p2p.gossip.swap import Counts
 from noloco_p2p.identity import Identity
 from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.net.server import GrpcServer
@@ -49,6 +50,8 @@ from noloco_p2p.transfer.donor import StateServer
 from noloco_p2p.transfer.fetch import fetch_spec
 
 log = logging.getLogger(__name__)
+
+COUNTED = ("swaps", "bytes_sent", "bytes_received", "chunks", "repeated_chunks")  # metrics that are fields of `Counts`
 
 ENTER_TIMEOUT_S = 30.0  # for finding a live peer of the run that a ticket names
 ASK_AGAIN_S = 1.0  # between two requests to the live peers
@@ -156,8 +159,7 @@ class Status:
 def _counted(counts: Counts, relayed_bytes: int) -> dict[str, int]:
     """Return what a peer has counted since its start, by the names of the metrics."""
     return {
-        **asdict(counts.traffic),
-        "swaps": counts.swaps,
+        **{name: getattr(counts, name) for name in COUNTED},
         **{name: counts.failures[name.removeprefix("failed_")] for name in FAILED},
         **{f"refused_{code.lower()}": counts.refused[code] for code in ("OVER_SHARE", "UNLISTED")},
         "relayed_bytes": relayed_bytes,

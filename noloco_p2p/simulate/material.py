@@ -27,8 +27,15 @@ class Material:
     device: torch.device  # of all models; outer states stay on the CPU, as in a real peer
 
     @classmethod
-    def of(cls, spec: TrainerSpec, bindings: Mapping[str, str], *, device: torch.device = CPU) -> Material:
-        """Build the material of a spec. Raises DataError and ModelError in the same cases as the trainer."""
+    def of(
+        cls, spec: TrainerSpec, bindings: Mapping[str, str], *, device: torch.device = CPU, seed: int = 0
+    ) -> Material:
+        """Build the material of a spec, whose initial weights also depend on `seed`.
+
+        Raises DataError and ModelError in the same cases as the trainer.
+        """
+        if seed:
+            spec = spec.with_changes({"model.seed": spec.model.seed + seed}, origin="--seed")
         tokenizer = build_tokenizer(spec.data)
         validation = validation_batches(
             spec.data,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -20,27 +19,19 @@ def check(folder: Path) -> None:
         raise SettingsError(f"--plot {folder} cannot be created: {error.strerror}") from None
 
 
-def draw(results: Sequence[Result], folder: Path) -> Path:
-    """Plot validation loss over virtual time, with a colour per rule and a line per replica. Return the file."""
+def draw(result: Result, folder: Path) -> Path:
+    """Plot validation loss over virtual time, with a line per replica. Return the file."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    for index, result in enumerate(results):
-        for replica in dict.fromkeys(point.replica for point in result.curve):
-            points = [point for point in result.curve if point.replica == replica]
-            axes.plot(
-                [point.virtual_s for point in points],
-                [point.loss for point in points],
-                color=f"C{index}",
-                alpha=0.7,
-                label=result.rule if replica == result.curve[0].replica else None,
-            )
+    for replica in {point.replica for point in result.curve}:
+        points = [(point.virtual_s, point.loss) for point in result.curve if point.replica == replica]
+        axes.plot(*zip(*points, strict=True), color="C0", alpha=0.7)
     axes.set_xlabel("virtual seconds")
     axes.set_ylabel("validation loss, nats per token")
-    axes.legend()
     path = folder / "loss.png"
     figure.savefig(path, dpi=120)
     return path

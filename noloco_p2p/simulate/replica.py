@@ -100,7 +100,7 @@ class SimulatedPeer:
     @property
     def sent_bytes(self) -> int:
         """The payload bytes of all swaps."""
-        return self._service.counts.traffic.bytes_sent
+        return self._service.counts.bytes_sent
 
     def swap_figures(self) -> Swaps:
         present_s = (self._left_s or now_s()) - self._entered_s

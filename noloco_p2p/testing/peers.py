@@ -71,8 +71,20 @@ class MemorySwarm:
 
         `wrap` is applied to the streams that the peer opens, and `wrap_accepted` to the streams that others open to it.
         """
-        making = self._make(peer_id, spec or self.spec, run_folder, protocol_version, wrap, wrap_accepted)
-        peer = self.call(making)
+
+        async def make() -> MemoryPeer:
+            made = MemoryPeer(
+                self,
+                peer_id,
+                spec=spec or self.spec,
+                run_folder=run_folder,
+                protocol_version=protocol_version,
+                wrap=wrap,
+            )
+            await self._connect(peer_id, made.service, wrap_accepted)
+            return made
+
+        peer = self.call(make())
         self.peers.append(peer)
         return peer
 
@@ -109,39 +121,6 @@ class MemorySwarm:
     async def _disconnect_all(self) -> None:
         await self.network.close()
 
-    # starting and stopping
-
-    async def _make(
-        self, peer_id: str, spec: Spec, run_folder: Path, protocol_version: str, wrap: Wrap, wrap_accepted: Wrap
-    ) -> MemoryPeer:
-        executor = ThreadPoolExecutor(1)
-        made: list[MemoryPeer] = []
-
-        def hello() -> Hello:
-            layout = made[0].layout if made else ""
-            return Hello(peer_id, spec.name, spec.digest(), protocol_version=protocol_version, layout=layout)
-
-        transport, directory = self._outside(peer_id, hello, wrap)
-        states = StateServer(spec)
-        service = PeerService(
-            Outside(
-                spec=spec,
-                hello=hello,
-                transport=transport,
-                directory=directory,
-                executor=executor,
-                rng=random.Random(peer_id),
-                deadlines=self.deadlines,
-            ),
-            serve=states.serve,
-        )
-        peer = MemoryPeer(
-            self, peer_id, spec=spec, run_folder=run_folder, service=service, states=states, executor=executor
-        )
-        made.append(peer)
-        await self._connect(peer_id, service, wrap_accepted)
-        return peer
-
     async def _stop(self) -> None:
         for peer in self.peers:
             await peer.service.stop()
@@ -160,22 +139,41 @@ class MemoryPeer:
         *,
         spec: Spec,
         run_folder: Path,
-        service: PeerService,
-        states: StateServer,
-        executor: ThreadPoolExecutor,
+        protocol_version: str = PROTOCOL_VERSION,
+        wrap: Wrap = unchanged,
     ) -> None:
         self.peer_id = peer_id
         self.spec = spec
         self.run_folder = run_folder
-        self.service = service
-        self.states = states
-        self.executor = executor
+        self.protocol_version = protocol_version
         self.layout = ""
         self.metrics = Metrics()
         self.membership = self
         self.leave_requested = threading.Event()
         self.pause_requested = threading.Event()
+        self.states = StateServer(spec)
+        self.executor = ThreadPoolExecutor(1)
         self._swarm = swarm
+        transport, directory = swarm._outside(peer_id, self._hello, wrap)
+        outside = Outside(
+            spec=spec,
+            hello=self._hello,
+            transport=transport,
+            directory=directory,
+            executor=self.executor,
+            rng=random.Random(peer_id),
+            deadlines=swarm.deadlines,
+        )
+        self.service = PeerService(outside, serve=self.states.serve)
+
+    def _hello(self) -> Hello:
+        return Hello(
+            self.peer_id,
+            self.spec.name,
+            self.spec.digest(),
+            protocol_version=self.protocol_version,
+            layout=self.layout,
+        )
 
     def wait_while_paused(self) -> None:
         """Wait until another thread clears `pause_requested` or sets `leave_requested`."""

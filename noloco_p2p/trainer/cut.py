@@ -93,7 +93,7 @@ def block_range(cut: Sequence[int], index: int) -> range:
 def bytes_per_token(codec: str, hidden_size: int) -> int:
     """Return how many bytes the activations of one token, or their gradients, take between two stages."""
     # This imports torch, which `join` loads only after it has checked the spec.
-    from noloco_p2p.codec.activations import get_activation_codec
+    from noloco_p2p.codec import get_activation_codec
 
     return get_activation_codec(codec).num_bytes((1, hidden_size))
 

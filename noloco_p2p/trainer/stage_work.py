@@ -16,8 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from noloco_p2p.codec.activations import LARGEST, ActivationCodec, get_activation_codec
-from noloco_p2p.codec.base import refused_value, within
+from noloco_p2p.codec import LARGEST, Codec, get_activation_codec, refused_value, within
 from noloco_p2p.devices import empty_cache, is_out_of_memory
 from noloco_p2p.flow.node import MicrobatchLost, Task
 from noloco_p2p.flow.rooms import Kind
@@ -165,7 +164,7 @@ class StageWork:
             if gradient is not None:
                 param.grad = gradient if param.grad is None else gradient.add_(param.grad)
 
-    def _decoded(self, data: object, codec: ActivationCodec) -> Tensor | None:
+    def _decoded(self, data: object, codec: Codec) -> Tensor | None:
         if data is None or isinstance(data, Tensor):
             return None if data is None else data.to(self.stage.device)
         assert isinstance(data, memoryview)
@@ -240,7 +239,7 @@ class StageLoop(StageWork):
 
 def _finite(values: Tensor) -> Tensor:
     if not within(values, lowest=-CODABLE, highest=CODABLE):
-        error = refused_value(values.flatten(), name="a pipeline codec")
+        error = refused_value(values, name="a pipeline codec")
         log.error("a microbatch was lost: %s", error)
         raise MicrobatchLost(str(error))
     return values

@@ -95,7 +95,7 @@ def test_bits_by_need_travel_over_grpc() -> None:
             ours, theirs = (swap.halves.values for swap in swap_all(peers))
             assert torch.equal(ours, -theirs)
             assert (ours - (peers[1].vector - peers[0].vector) / 2).abs().max() <= 1.01
-            repeated.append([peer.counts.traffic.repeated_chunks for peer in peers])
+            repeated.append([peer.counts.repeated_chunks for peer in peers])
         assert repeated == [[0, 0], [1, 1], [2, 2]]
 
 

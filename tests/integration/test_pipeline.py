@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +21,7 @@ from staged_reference import FP32, material_of, spec_of, trained_alone
 from noloco_p2p.errors import PeerError
 from noloco_p2p.flow.frames import Answer, Credit, Forward, Lost, Mark, MicrobatchId, MicrobatchTicket, Want
 from noloco_p2p.gossip.frames import Hello, chunk_digest
-from noloco_p2p.gossip.seams import Candidate, Outside
+from noloco_p2p.gossip.seams import INTERNET, Candidate, Directory, Transport
 from noloco_p2p.gossip.service import PeerService
 from noloco_p2p.net import flow_wire
 from noloco_p2p.net.client import GrpcTransport
@@ -37,12 +35,12 @@ from noloco_p2p.outer.noloco import NoLoCo
 from noloco_p2p.peer.network_thread import NetworkThread
 from noloco_p2p.peer.stage_flow import StageFlow, StagePlan
 from noloco_p2p.spec import TrainerSpec
+from noloco_p2p.testing.memory import Wrap
 from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
 from noloco_p2p.trainer.inner_step import InnerStep
 from noloco_p2p.trainer.rms_gate import LEAST_FRAMES
 from noloco_p2p.trainer.stage import build_stage
 from noloco_p2p.trainer.stage_work import StageLoop
-from noloco_p2p.transfer.donor import StateServer
 
 T = TypeVar("T")
 
@@ -87,32 +85,18 @@ class StagePeer:
 
     def _swap_service(self) -> PeerService:
         """Return the service for swaps with the other replicas of this stage."""
-        spec, swarm, made = self.spec, self.swarm, list[MemoryPeer]()
+        self.peer = MemoryPeer(cast("MemorySwarm", self), self.peer_id, spec=self.spec, run_folder=self.folder)
+        return self.peer.service
 
-        def hello() -> Hello:
-            return Hello(self.peer_id, spec.name, spec.digest(), layout=made[0].layout if made else "")
+    # what a MemoryPeer needs of its swarm
 
-        service = PeerService(
-            Outside(
-                spec=spec,
-                hello=hello,
-                transport=GrpcTransport(hello, session=self.session),
-                directory=StageMates(self),
-                executor=swarm.executor,
-                rng=random.Random(self.peer_id),
-            )
-        )
-        self.peer = MemoryPeer(
-            cast("MemorySwarm", swarm),
-            self.peer_id,
-            spec=spec,
-            run_folder=self.folder,
-            service=service,
-            states=StateServer(spec),
-            executor=swarm.executor,
-        )
-        made.append(self.peer)
-        return service
+    deadlines = INTERNET
+
+    def _outside(self, peer_id: str, hello: Callable[[], Hello], wrap: Wrap) -> tuple[Transport, Directory]:
+        return GrpcTransport(hello, session=self.session), StageMates(self)
+
+    def call(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return self.swarm.call(coroutine)
 
     def begin(self) -> None:
         """Begin to swap. The network thread must be running, and not be the caller."""
@@ -151,6 +135,7 @@ class StagePeer:
         await self.flow.stop()
         await self.service.stop()
         await self.server.stop(0.0)
+        self.peer.executor.shutdown()
 
     def _batches(self) -> Iterator[object]:
         spec = self.swarm.spec
@@ -192,7 +177,6 @@ class StageSwarm:
         self.network = NetworkThread()
         self.listed: set[str] = set()  # heads whose record every peer has seen
         self.unread: set[str] = set()  # heads whose record a peer sees once it looks for it
-        self.executor = ThreadPoolExecutor(2)
         self.peers = [
             StagePeer(self, stage, number, rooms=rooms, folder=folder / f"{stage}-{number}")
             for stage in range(spec.pipeline.stages)
@@ -250,7 +234,6 @@ def swarm_of(
             peer.leaving.set()
         swarm.network.call(swarm.stop(), PATIENCE_S)
         swarm.network.stop()
-        swarm.executor.shutdown()
 
 
 @pytest.mark.parametrize("inner_optimizer", ["adamw", "muon"])
@@ -442,4 +425,3 @@ def test_a_dishonest_head_changes_nothing(
     finally:
         swarm.network.call(swarm.stop(), PATIENCE_S)
         swarm.network.stop()
-        swarm.executor.shutdown()

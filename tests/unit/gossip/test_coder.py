@@ -39,7 +39,6 @@ def swap(one: Side, other: Side, swap_id: bytes = b"swap") -> tuple[int, int]:
         ]
         assert failed[0] == failed[1]
         number, indices = number + 1, failed[0]
-    assert num_bytes <= one.coder.most_bytes(PART)
     start = one.coder.units.bounds(PART)[0]
     for index, chunk in enumerate(codings[0].chunks):
         halves = [coding.half_difference(index) for coding in codings]

@@ -26,7 +26,7 @@ async def train(last: type[Gossip], num_honest: int = NUM_HONEST, num_steps: int
 def test_a_greedy_peer_gets_one_and_a_half_times_its_share_at_most() -> None:
     peaceful, besieged = run_virtual(train(Gossip)), run_virtual(train(GreedyGossip))
     for trainer in besieged:
-        partners = Counter(swap.agreed.partner for swap in trainer.swaps)
+        partners = Counter(swap.partner for swap in trainer.swaps)
         most = FAIR_SHARES * partners.total() / NUM_HONEST
         # It begins with some credit, and a tenth of the agreements comes to nothing but earns credit as well.
         assert partners["peer-008"] <= START + 1 + 1.15 * most

@@ -53,10 +53,6 @@ def test_an_account_has_a_floor_and_a_ceiling() -> None:
         assert shares.owes(peer)
 
 
-def test_of_two_peers_each_may_make_all_the_offers() -> None:
-    assert swaps_of_a_greedy_peer(100, num_live=2) == 100
-
-
 def test_memory_is_bounded_and_those_that_owe_most_are_kept() -> None:
     shares = Shares()
     for number in range(2 * MAX_ACCOUNTS):

@@ -51,8 +51,8 @@ def run(faults: Faults, *, is_second: bool, num_steps: int) -> End:
 def test_a_run_without_faults_has_swaps_of_all_kinds() -> None:
     end = run(Faults(Ready, "drop", nth=10_000), is_second=False, num_steps=20)
     assert end.drift < ROUNDING
-    assert end.faulty.counts.traffic.repeated_chunks > 0
-    assert {len(end.faulty.exchange.units.chunks(swap.agreed.part)) for swap in end.faulty.swaps} >= {1, 3}
+    assert end.faulty.counts.repeated_chunks > 0
+    assert {len(end.faulty.exchange.units.chunks(swap.part)) for swap in end.faulty.swaps} >= {1, 3}
 
 
 KINDS: dict[str, type[Frame]] = {kind.__name__: kind for kind in (Offer, Accept, Grid, Header, Chunk, Received, Ready)}
@@ -115,5 +115,5 @@ def test_a_partner_that_always_sends_wrong_data_changes_nothing(wrong: str) -> N
 def test_nothing_is_sent_to_a_partner_that_has_not_committed_to_its_slice() -> None:
     """Otherwise a liar could make its slice depend on what it has read."""
     end = run(Faults(Header, "drop", again=True), is_second=True, num_steps=8)
-    assert end.faulty.counts.traffic.bytes_sent > 0
-    assert end.honest.counts.traffic.bytes_sent == 0
+    assert end.faulty.counts.bytes_sent > 0
+    assert end.honest.counts.bytes_sent == 0

@@ -30,11 +30,11 @@ def test_chunks_cover_a_slice_and_share_no_block(num_elements: int) -> None:
     chunks = units.chunks(part)
     assert [chunk.start for chunk in chunks] == [0, *(chunk.stop for chunk in chunks[:-1])]
     assert chunks[-1].stop == stop - start
-    assert all(0 < chunk.num_elements <= CHUNK_ELEMENTS for chunk in chunks)
+    assert all(0 < chunk.shape[0] <= CHUNK_ELEMENTS for chunk in chunks)
     blocks = [block for chunk in chunks for block in chunk.blocks]
     assert len(blocks) == len(set(blocks))
     assert set(blocks) <= set(units.blocks(part))
-    assert all(len(chunk.blocks) == -(-chunk.num_elements // BLOCK_ELEMENTS) for chunk in chunks)
+    assert all(len(chunk.blocks) == -(-chunk.shape[0] // BLOCK_ELEMENTS) for chunk in chunks)
 
 
 def test_a_slice_is_bounded_whatever_the_link() -> None:

@@ -20,7 +20,9 @@ def decays(optimizer: torch.optim.Optimizer) -> dict[int, float]:
 
 def test_matrices_decay_and_vectors_do_not() -> None:
     matrix, vector = two_parameters()
-    optimizer = make_inner_optimizer([matrix, vector], TrainSpec(weight_decay=0.1, learning_rate=0.5))
+    train = TrainSpec(weight_decay=0.1, learning_rate=0.5, adam_beta1=0.8, adam_beta2=0.99)
+    optimizer = make_inner_optimizer([matrix, vector], train)
+    assert all(group["betas"] == (0.8, 0.99) for group in optimizer.param_groups)
     assert decays(optimizer) == {id(matrix): 0.1, id(vector): 0.0}
     matrix.grad, vector.grad = torch.zeros(3, 2), torch.zeros(4)
     optimizer.step()
@@ -48,33 +50,6 @@ def test_every_trainable_parameter_is_in_one_group_and_no_group_is_empty(weight_
         optimizer = make_inner_optimizer(iter([*parameters, frozen]), TrainSpec(weight_decay=weight_decay))
         assert set(decays(optimizer)) == {id(p) for p in parameters}
         assert all(group["params"] for group in optimizer.param_groups)
-
-
-def test_the_first_step_has_the_size_of_the_learning_rate() -> None:
-    matrix, vector = two_parameters()
-    spec = TrainSpec(learning_rate=0.01, adam_beta1=0.8, adam_beta2=0.99)
-    optimizer = make_inner_optimizer([matrix, vector], spec)
-    assert all(group["betas"] == (0.8, 0.99) for group in optimizer.param_groups)
-    matrix.grad, vector.grad = torch.full((3, 2), 5.0), torch.full((4,), -5.0)
-    optimizer.step()
-    torch.testing.assert_close(matrix.data, torch.full((3, 2), 0.99))
-    torch.testing.assert_close(vector.data, torch.full((4,), 1.01))
-
-
-def test_state_survives_saving_and_loading() -> None:
-    def step(parameter: Parameter, optimizer: torch.optim.Optimizer) -> None:
-        parameter.grad = parameter.detach() * 0.5
-        optimizer.step()
-
-    one, other = Parameter(torch.ones(3, 2)), Parameter(torch.ones(3, 2))
-    first = make_inner_optimizer([one], TrainSpec(weight_decay=0.1))
-    step(one, first)
-    other.data.copy_(one.data)
-    second = make_inner_optimizer([other], TrainSpec(weight_decay=0.1))
-    second.load_state_dict(first.state_dict())
-    step(one, first)
-    step(other, second)
-    assert torch.equal(one, other)
 
 
 def test_a_model_without_trainable_parameters_is_refused() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from noloco_p2p.optim.inner import learning_rate
 from noloco_p2p.spec import TrainSpec
@@ -28,32 +26,6 @@ def test_beyond_the_end_the_minimum_stays(progress: float) -> None:
 
 def test_without_warm_up_the_first_step_has_the_peak() -> None:
     assert learning_rate(TrainSpec(warmup_steps=0, learning_rate=2.0), 0.0) == 2.0
-
-
-@given(
-    progress=st.floats(0, 2),
-    total=st.integers(1, 10_000),
-    share=st.floats(0, 0.999),
-    minimum=st.floats(0, 1),
-)
-def test_never_above_the_peak_nor_below_the_minimum_after_warm_up(
-    progress: float, total: int, share: float, minimum: float
-) -> None:
-    warmup_steps = min(int(total * share), total - 1)
-    spec = TrainSpec(total_steps=total, warmup_steps=warmup_steps, learning_rate=0.5, min_learning_rate=minimum)
-    rate = learning_rate(spec, progress)
-    assert 0 <= rate <= 0.5 * (1 + 1e-12)
-    if progress >= warmup_steps / total:
-        assert rate >= 0.5 * minimum * (1 - 1e-12)
-
-
-@given(before=st.floats(0, 1), after=st.floats(0, 1))
-def test_rises_in_the_warm_up_and_falls_after_it(before: float, after: float) -> None:
-    before, after = sorted((before, after))
-    if after < 0.1:
-        assert learning_rate(SPEC, before) <= learning_rate(SPEC, after)
-    elif before >= 0.1:
-        assert learning_rate(SPEC, before) >= learning_rate(SPEC, after)
 
 
 @pytest.mark.parametrize("progress", [-1e-9, float("nan")])

@@ -50,14 +50,6 @@ def test_training_continues_bit_for_bit_through_a_checkpoint(tmp_path: Path) -> 
     checkpoint.verify()  # training did not write to the mapped file
 
 
-def test_before_the_first_step_there_is_nothing_to_keep() -> None:
-    model, optimizer = make_model()
-    names = dict(model.named_parameters())
-    assert flatten_optimizers([optimizer], names) == {}
-    restore_optimizers([optimizer], names, {})
-    train(model, optimizer, first=1, last=2)
-
-
 def test_the_learning_rate_stays_the_optimizers_own() -> None:
     model, optimizer = make_model()
     train(model, optimizer, first=1, last=2)

@@ -93,11 +93,10 @@ def test_parameters_that_would_not_be_swapped_are_told(change: str, tmp_path: Pa
 ENDS_AT_ONCE = """
 import sys, torch
 from pathlib import Path
-from noloco_p2p.outer.checkpoint import Checkpoints
-from noloco_p2p.outer.checkpoint import Content, Saver
-tensors = {"weights": torch.ones(30_000_000)}
-content = Content({}, {"state": tensors}, {})
-Saver().begin(Checkpoints(Path(sys.argv[1])), 0, content=lambda: content, done=lambda folder: None)
+from noloco_p2p.outer.checkpoint import Checkpoints, Saver
+checkpoints = Checkpoints(Path(sys.argv[1]))
+live = {"state": {"weights": torch.ones(30_000_000)}}
+Saver().begin(lambda files: checkpoints.save(0, files=files, meta={}), live)
 """
 
 

@@ -13,10 +13,12 @@ from harness.patience import PATIENCE_S
 from torch import nn
 
 from noloco_p2p.errors import CheckpointError
-from noloco_p2p.outer.checkpoint import Checkpoint, Checkpoints, Content, Saver
+from noloco_p2p.outer.checkpoint import Checkpoint, Checkpoints
 from noloco_p2p.outer.noloco import NoLoCo
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.peers import MemorySwarm
+
+SPEC = RunSpec(name="test", total_steps=100)
 
 
 class SlowDisk(Checkpoints):
@@ -36,40 +38,36 @@ class FullDisk(Checkpoints):
         raise CheckpointError("the disk is full")
 
 
+def make_noloco(swarm: MemorySwarm, disk: Checkpoints) -> tuple[NoLoCo, nn.BatchNorm1d]:
+    model = nn.BatchNorm1d(4)  # its running statistics are written from a copy
+    return NoLoCo(model, None, swarm.peer("a"), save_every_s=0, checkpoints=disk), model
+
+
 def test_it_is_of_the_moment_and_a_second_one_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    saver, disk, folders = Saver(), SlowDisk(tmp_path), []
-    values = torch.zeros(4)
-
-    def begin(step: int) -> bool:
-        content = Content({}, {"x": {"values": values}}, {"step": step})
-        return saver.begin(disk, step, content=lambda: content, done=folders.append)
-
-    assert begin(3)
-    values.fill_(7.0)  # training goes on
-    assert not begin(4)
-    assert "skipped the checkpoint of step 4" in caplog.text
-    disk.go_on.set()
-    saver.wait()
-    assert not saver.is_busy
-    (folder,) = folders
-    assert Checkpoint(folder).load("x")["values"].tolist() == [0.0] * 4
-    assert begin(5)
-    saver.wait()
-    assert Checkpoint(folders[1]).load("x")["values"].tolist() == [7.0] * 4
+    disk, folders = SlowDisk(tmp_path), list[Path]()
+    with MemorySwarm(SPEC) as swarm:
+        outer, model = make_noloco(swarm, disk)
+        assert outer.save_in_background(done=folders.append)
+        model.load_state_dict({"running_mean": torch.full((4,), 7.0)}, strict=False)  # training goes on
+        assert not outer.save_in_background()
+        assert "skipped the checkpoint of step 0" in caplog.text
+        disk.go_on.set()
+        folders.append(outer.save())
+    found = [float(Checkpoint(path).load("buffers")["running_mean"][0]) for path in folders]
+    assert found == [0.0, 7.0]
 
 
 def test_a_full_disk_is_told_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    saver = Saver()
-    with caplog.at_level(logging.ERROR):
-        assert saver.begin(FullDisk(tmp_path), 1, content=lambda: Content({}, {}, {}), done=lambda folder: None)
-        saver.wait()
+    with MemorySwarm(SPEC) as swarm, caplog.at_level(logging.ERROR):
+        outer, _ = make_noloco(swarm, FullDisk(tmp_path))
+        assert outer.save_in_background()
+        outer._saver.wait()
     assert "the disk is full" in caplog.text
 
 
 def test_the_state_that_is_served_is_the_one_that_was_written(tmp_path: Path) -> None:
     """Training continues while the disk is slow; newcomers get the state with the position at which it was taken."""
-    spec = RunSpec(name="test", total_steps=100)
-    with MemorySwarm(spec) as swarm:
+    with MemorySwarm(SPEC) as swarm:
         peer = swarm.peer("a", run_folder=tmp_path)
         model, disk = nn.Linear(3, 2), SlowDisk(tmp_path / "checkpoints")
         outer = NoLoCo(model, None, peer, save_every_s=0, checkpoints=disk)

@@ -28,20 +28,6 @@ def test_the_expectation_of_a_sum_is_exact(dtype: torch.dtype, value: float) -> 
     assert float(gained) == pytest.approx(1.0, abs=0.05)
 
 
-def test_rounding_to_nearest_would_lose_small_offsets() -> None:
-    values = torch.ones(1000, dtype=torch.bfloat16)
-    for _ in range(20):
-        values.add_(torch.full((1000,), 2.0**-10).bfloat16())
-    assert torch.equal(values, torch.ones(1000, dtype=torch.bfloat16))
-
-
-def test_fp32_sums_are_those_of_torch() -> None:
-    values, offset = torch.randn(1000), torch.randn(1000)
-    expected = values + offset
-    add_(values, offset)
-    assert torch.equal(values, expected)
-
-
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")
 
 

@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from noloco_p2p.gossip.gossip import Counts, Link
+from noloco_p2p.gossip.gossip import Link
+from noloco_p2p.gossip.swap import Counts
 from noloco_p2p.peer.network import Status
 from noloco_p2p.telemetry.metrics import Metrics
 
@@ -15,7 +16,7 @@ def test_counters_continue_after_a_restart() -> None:
     counts, before, metrics = Counts(swaps=3), Metrics(), Metrics()
     counts.failures["slow"] = 2
     counts.refused["UNLISTED"] = 1
-    counts.traffic.bytes_sent = 100
+    counts.bytes_sent = 100
     Status(before).count(counts, Link(), relayed_bytes=7)
     again = Status(metrics)
     again.restore({**before.as_dict(), "step": 40, "a metric of another version": 1})

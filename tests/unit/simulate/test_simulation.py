@@ -8,16 +8,13 @@ from typing import Any
 import pytest
 import torch
 from harness.specs import published, tiny_llama
+from rules import Lockstep
 from torch import Tensor
 
-from noloco_p2p.codec import get_codec, vector_bytes
-from noloco_p2p.errors import SettingsError
-from noloco_p2p.simulate.lockstep import simulate_lockstep
 from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.plan import Churn, Event, Plan, parse_links
 from noloco_p2p.simulate.replica import SimulatedReplica
 from noloco_p2p.simulate.result import Result, table
-from noloco_p2p.simulate.run import check_rules, seeded
 from noloco_p2p.simulate.swarm import simulate_swarm
 from noloco_p2p.spec import OuterSpec, TrainerSpec, TrainSpec
 from noloco_p2p.testing.links import LinkProfile
@@ -78,7 +75,7 @@ def test_two_replicas_that_wait_are_diloco() -> None:
     outer = published(inner_steps=3, wait=True, max_wait_s=100.0, closing_mixings=0)
     result, ours = run(Plan(2), outer=outer.model_dump())
     assert result.swaps.committed == STEPS / 3
-    reference = simulate_lockstep(ours[0]._material, Plan(2), rule="diloco")
+    reference = Lockstep(ours[0]._material, Plan(2), "diloco").run()
     assert result.loss == pytest.approx(reference.loss, abs=1e-4)
     assert result.spread < 1e-8
     assert result.sent_bytes == STEPS / 3 * 4 * result.num_parameters, "a swap carries everything"
@@ -86,7 +83,7 @@ def test_two_replicas_that_wait_are_diloco() -> None:
 
 def slow_link(seconds: float) -> LinkProfile:
     """Return a link that sends the weights of the tiny Llama, in fp32, in this time."""
-    mbit_s = vector_bytes(get_codec("fp32"), SPEC.model.num_parameters()) * 8 / 1e6 / seconds
+    mbit_s = 4 * SPEC.model.num_parameters() * 8 / 1e6 / seconds
     return LinkProfile("slow", down_mbit_s=float("inf"), up_mbit_s=mbit_s, delay_ms=5, jitter_ms=0)
 
 
@@ -140,12 +137,4 @@ def test_a_slow_peer_ends_the_schedule_with_the_others(num_peers: int, at_most_s
 
 
 def test_a_seed_starts_from_other_weights_and_0_is_the_spec() -> None:
-    assert seeded(SPEC, 0) == SPEC
-    assert seeded(SPEC, 3).model.seed == 3
-
-
-def test_rules_are_checked_before_anything_trains() -> None:
-    with pytest.raises(SettingsError, match="--rules fsdp: no such rule; choose from noloco, diloco"):
-        check_rules(["noloco", "fsdp"], Plan(2))
-    with pytest.raises(SettingsError, match="cannot join, leave or crash"):
-        check_rules(["ddp"], Plan(2, churn=Churn((Event("crash", 0, 1.0),))))
+    assert [Material.of(SPEC, {}, seed=seed).spec.model.seed for seed in (0, 3)] == [0, 3]

@@ -105,14 +105,3 @@ def test_after_a_cut_both_ends_find_the_stream_broken_in_both_directions() -> No
         ]
 
     assert asyncio.run(main()) == [True] * 4
-
-
-def test_a_stall_ends_when_the_stream_is_closed() -> None:
-    async def main() -> bool:
-        here, _ = MemoryStream.pair("b", "a")
-        faulty = Faults(Header, "stall")(here)
-        stalled = asyncio.create_task(raises_unreachable(faulty.send(HEADER)))
-        await faulty.close()
-        return await stalled
-
-    assert asyncio.run(main())

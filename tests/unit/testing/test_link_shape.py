@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from noloco_p2p.testing.links import PROFILES, Shape
+from noloco_p2p.testing.links import Shape
 
 
 def shape(*, mbit_s: float = 8.0, delay_ms: float = 100.0, jitter_ms: float = 0.0, seed: int = 0) -> Shape:
@@ -22,12 +22,6 @@ def test_what_enters_together_comes_out_one_after_the_other_at_the_rate() -> Non
     assert [link.due_s(0.0, 100_000) for _ in range(5)] == pytest.approx([0.2, 0.3, 0.4, 0.5, 0.6])
     assert link.backlog_s(0.0) == pytest.approx(0.5)
     assert link.backlog_s(99.0) == 0.0
-
-
-def test_an_idle_link_saves_nothing_up() -> None:
-    link = shape()
-    link.due_s(0.0, 100_000)
-    assert link.due_s(50.0, 100_000) == pytest.approx(50.2)
 
 
 @given(st.lists(st.tuples(st.floats(0, 1), st.integers(0, 100_000)), max_size=30), st.integers(0, 2**32))
@@ -47,9 +41,3 @@ def test_jitter_never_reorders_stays_in_bounds_and_follows_its_seed(pieces: list
         assert earliest_s - 1e-9 <= due_s <= earliest_s + 0.05 + 1e-9
     assert jittered == sorted(jittered)
     assert jittered == dues_s()
-
-
-def test_the_profiles_are_found_by_name() -> None:
-    assert set(PROFILES) == {"ideal", "home-fibre", "cable", "congested-wifi", "weak-4g", "satellite"}
-    assert all(PROFILES[name].name == name for name in PROFILES)
-    assert all(link.down_mbit_s >= link.up_mbit_s > 0 for link in PROFILES.values())

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from harness.specs import published, tiny_llama
+from rules import RULES, DiLoCo, Lockstep, Ring
 from torch import Tensor
 
-from noloco_p2p.codec import get_codec, vector_bytes
-from noloco_p2p.simulate.lockstep import RULES, DiLoCo, Ring, simulate_lockstep
+from noloco_p2p.codec import get_codec
 from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.plan import ABSENT_STEPS, Churn, Plan, peer_name
 from noloco_p2p.simulate.result import Result
@@ -83,9 +83,9 @@ def test_the_ring_of_a_rule_has_the_errors_and_bytes_of_its_codec(rule: str, cod
     """A hop among eight replicas codes a sum of up to seven vectors, and the last one codes their mean."""
     size = 8 * 256
     ring, exact = Ring.of(rule, codec, num_elements=size), torch.randn(8, size, generator=torch.manual_seed(0))
-    assert ring.sent_bytes(size, 8) == pytest.approx(2 * 7 / 8 * vector_bytes(get_codec(coded), size))
+    assert ring.sent_bytes(size, 8) == pytest.approx(2 * 7 / 8 * get_codec(coded).num_bytes((size,)))
     error = (ring.mean(exact) - exact.mean(0)).norm() / exact.mean(0).norm()
-    once = get_codec(coded).decode(get_codec(coded).encode(exact[0, :256].contiguous()), num_elements=256)
+    once = get_codec(coded).decode(get_codec(coded).encode(exact[0, :256]), shape=(256,))
     of_codec = (once - exact[0, :256]).norm() / exact[0, :256].norm()
     assert of_codec < error < 4 * of_codec
 
@@ -98,7 +98,7 @@ def test_ddp_with_fp32_stays_exact() -> None:
 
 
 def simulated(material: Material, rule: str, **plan: object) -> Result:
-    return simulate_lockstep(material, Plan(**{"num_replicas": 4, **plan}), rule=rule)  # pyright: ignore[reportArgumentType]
+    return Lockstep(material, Plan(**{"num_replicas": 4, **plan}), rule).run()  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("rule", RULES)

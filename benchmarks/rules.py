@@ -1,23 +1,30 @@
-"""Simulate the rules with which NoLoCo is compared, on the same text and model.
+"""Compare NoLoCo with rules that see all replicas at once, on the same text and model, on a virtual clock.
 
-These rules see all replicas at once, so no peer of a swarm could run them: `ddp` averages the gradients of all replicas
-at every step, as DDP and FSDP do, `diloco` and `diloco-nesterov` take an outer step with the mean outer gradient, and
-with `local` replicas never mix.
+    python benchmarks/rules.py SPEC.toml [--rules noloco,diloco,ddp] [--replicas N] [--link cable] [--absent 0.2]
+
+No peer of a swarm could run the other rules: `ddp` averages the gradients of all replicas at every step, as DDP and
+FSDP do, `diloco` and `diloco-nesterov` take an outer step with the mean outer gradient, and with `local` replicas never
+mix. `ddp` and both forms of DiLoCo use a ring all-reduce, in which each replica sends 2 (N - 1) / N encoded vectors,
+and all replicas wait for the slowest link. With --absent, they average over the replicas that are present.
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from noloco_p2p.codec import chunk_bounds, get_codec, vector_bytes
+from noloco_p2p.codec import chunk_bounds, get_codec
 from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.simulate.material import Material
-from noloco_p2p.simulate.plan import Plan, peer_name
-from noloco_p2p.simulate.result import Point, Result, judge
+from noloco_p2p.simulate.plan import Churn, Plan, parse_links, peer_name
+from noloco_p2p.simulate.result import Point, Result, judge, table
+from noloco_p2p.simulate.swarm import simulate_swarm
+from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.trainer.inner_step import InnerStep
 
 RULES = ("diloco", "diloco-nesterov", "ddp", "local")
@@ -55,9 +62,11 @@ class Ring:
             if not vector.isfinite().all():
                 return vector  # codecs refuse such values, and a run that has diverged must stay diverged
             parts = [vector[start:stop] for start, stop in chunk_bounds(vector.numel())]
-            return torch.cat([codec.decode(codec.encode(part), num_elements=part.numel()) for part in parts])
+            return torch.cat([codec.decode(codec.encode(part), shape=part.shape) for part in parts])
 
-        return cls(coded, vector_bytes(codec, num_elements) / num_elements)
+        return cls(
+            coded, sum(codec.num_bytes((stop - start,)) for start, stop in chunk_bounds(num_elements)) / num_elements
+        )
 
     def mean(self, vectors: Tensor) -> Tensor:
         """Return the mean of `vectors` (replicas, elements), with shape (elements,)."""
@@ -107,16 +116,13 @@ class DiLoCo:
         )
 
 
-def simulate_lockstep(material: Material, plan: Plan, *, rule: str) -> Result:
-    """Simulate replicas that take every step together. Broken calls (`churn.lose`) and closing swaps do not apply.
+class Lockstep:
+    """Replicas that take every step together. Events, broken calls (`churn.lose`) and closing swaps do not apply.
 
     A replica that is absent from an all-reduce contributes nothing to the mean. It then receives the mean as one more
     encoded vector, so all replicas stay equal. In a real system, the absence would cost at least as much.
     """
-    return _Lockstep(material, plan, rule).run()
 
-
-class _Lockstep:
     def __init__(self, material: Material, plan: Plan, rule: str) -> None:
         self.material = material
         self.plan = plan
@@ -204,3 +210,26 @@ class _Lockstep:
         delay_s = 2 * max(link.delay_ms for link in links) / 1e3
         self.virtual_s += self.ring.sent_bytes(self.num_elements, num_replicas) / bytes_per_s
         self.virtual_s += 2 * (num_replicas - 1) * delay_s
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("spec", type=Path, metavar="SPEC.toml")
+    parser.add_argument("--rules", default="noloco,diloco,ddp", help=f"of noloco, {', '.join(RULES)}")
+    parser.add_argument("--replicas", type=int, default=8)
+    parser.add_argument("--link", default="ideal", help="as in `noloco simulate`")
+    parser.add_argument("--absent", type=float, default=0.0, help="share of the steps in which a replica is absent")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    material = Material.of(TrainerSpec.load(args.spec), {}, seed=args.seed)
+    plan = Plan(args.replicas, seed=args.seed, links=parse_links(args.link.split(",")), churn=Churn(absent=args.absent))
+    rules = args.rules.split(",")
+    results = [
+        simulate_swarm(material, plan) if rule == "noloco" else Lockstep(material, plan, rule).run() for rule in rules
+    ]
+    print("\n".join(table(results)))
+
+
+if __name__ == "__main__":
+    main()
