@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -102,8 +103,14 @@ class Mirror:
             writer.close()
 
 
-# All copies share this block, because it holds no data while one of them waits.
-_block = memoryview(bytearray(BLOCK_BYTES))
+class _Block(threading.local):
+    """The block of a thread, which all copies of its event loop share, because it is empty while one of them waits."""
+
+    def __init__(self) -> None:
+        self.view = memoryview(bytearray(BLOCK_BYTES))
+
+
+_block = _Block()
 
 
 async def ready(connection: socket.socket, *, to_write: bool = False) -> None:
@@ -176,7 +183,7 @@ async def _received(source: socket.socket, room: int) -> memoryview:
     """Return the next data in the shared block, which is empty at the end. Raises OSError."""
     while True:
         try:
-            return _block[: source.recv_into(_block, room)]
+            return _block.view[: source.recv_into(_block.view, room)]
         except (BlockingIOError, InterruptedError, ssl.SSLWantReadError):
             await ready(source)
 

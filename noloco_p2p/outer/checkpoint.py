@@ -1,16 +1,18 @@
 """Write checkpoints to disk, and verify and read them.
 
-    FOLDER/00000007-round-41/          number of the checkpoint, and the round in which it was taken
+    FOLDER/00000007-step-41/           number of the checkpoint, and the inner step after which it was taken
         manifest.json                  size and blake3 digest of every other file; written last
         meta.json
         STEM.safetensors ...
 
 A checkpoint is written to a `.partial-*` folder. Every file in it is synced, the folder is renamed, and its parent is
-synced. A checkpoint is therefore either complete or absent, even after a crash. Nothing is pickled.
+synced. A checkpoint is therefore either complete or absent, even after a crash. Nothing is pickled. What cannot be read
+is not taken for damaged, and nothing is deleted unless it was verified.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import logging
@@ -31,6 +33,7 @@ from torch import Tensor
 
 from noloco_p2p.devices import free_memory
 from noloco_p2p.errors import CheckpointError
+from noloco_p2p.outer.plain_values import packed, unpacked
 
 log = logging.getLogger(__name__)
 
@@ -38,11 +41,25 @@ MANIFEST = "manifest.json"
 META = "meta.json"
 VERSION = 1
 _NAME = re.compile(r"^(\d{8,})-step-(\d+)$")
+_OS_ERROR = re.compile(r"os error (\d+)")  # in a SafetensorError, which has no errno
 _PARTIAL = ".partial-"
 _LOCK = ".writer.lock"
 USED_SHARE = 0.5  # share of free memory for the copy of a state; if it needs more, training waits for the disk
 
+REMEDIES = {
+    errno.ENOSPC: "free up disk space, or choose another folder",
+    errno.EDQUOT: "free up disk space, or choose another folder",
+    errno.EFBIG: "free up disk space, or choose another folder",
+    errno.EACCES: "check who owns the folder and who may write to it",
+    errno.EPERM: "check who owns the folder and who may write to it",
+    errno.EROFS: "it is on a read-only file system: choose another folder",
+}
+
 Files = Mapping[str, Mapping[str, Tensor]]
+
+
+class UnreadableCheckpoint(CheckpointError):
+    """A checkpoint may be intact, but this process cannot read it. Training must not start without it."""
 
 
 class Checkpoint:
@@ -51,13 +68,18 @@ class Checkpoint:
     def __init__(self, path: Path) -> None:
         self.path = path
         manifest = self._read_json(MANIFEST)
-        step, files = manifest.get("step"), manifest.get("files")
-        if manifest.get("version") != VERSION or not isinstance(step, int) or not isinstance(files, dict):
+        version, step, files = manifest.get("version"), manifest.get("step"), manifest.get("files")
+        if isinstance(version, int) and version > VERSION:
+            raise UnreadableCheckpoint(
+                f"{path} was written by a newer version of noloco_p2p (checkpoint version {version}): install it, or "
+                "choose another --state-dir"
+            )
+        if version != VERSION or not isinstance(step, int) or not isinstance(files, dict):
             raise CheckpointError(
                 f"{path / MANIFEST} is not a manifest of checkpoint version {VERSION}, the only supported version"
             )
         self.step = step
-        self.meta = self._read_json(META)
+        self.meta: dict[str, Any] = unpacked(self._read_json(META))
         self._files: dict[str, dict[str, Any]] = files
 
     def has(self, stem: str) -> bool:
@@ -82,8 +104,10 @@ class Checkpoint:
         path = self.file(stem)
         try:
             return load_file(path)
-        except (OSError, SafetensorError) as error:
+        except SafetensorError as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from None
+        except OSError as error:
+            raise _unreadable(path, error) from None
 
     def verify(self) -> None:
         """Verify every file. This runs at about 4 GB/s if the files are in the page cache.
@@ -94,8 +118,10 @@ class Checkpoint:
             path = self.path / name
             try:
                 found = _describe(path)
+            except FileNotFoundError:
+                raise CheckpointError(f"{path} is missing") from None
             except OSError as error:
-                raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
+                raise _unreadable(path, error) from None
             if found != expected:
                 raise CheckpointError(f"{path} is damaged: found {found}, but the manifest says {expected}")
 
@@ -105,8 +131,10 @@ class Checkpoint:
             values = json.loads(path.read_bytes())
         except FileNotFoundError:
             raise CheckpointError(f"{self.path} is not a checkpoint: it does not contain {name}") from None
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from None
+        except ValueError as error:
+            raise CheckpointError(f"{path} is damaged: {error}") from None
+        except OSError as error:
+            raise _unreadable(path, error) from None
         if not isinstance(values, dict):
             raise CheckpointError(f"{path} is damaged: it is not a JSON object")
         return values
@@ -122,42 +150,55 @@ class Checkpoints:
         assert keep >= 1, f"keep must be at least 1, but it is {keep}"
         self.folder = folder
         self._keep = keep
+        self._is_whole: dict[Path, bool] = {}  # the checkpoints that this object has written or verified
         if any(folder.glob(f"{_PARTIAL}*")):
             self._remove_leftovers()
 
     def save(self, step: int, *, files: Mapping[str, Mapping[str, Tensor]], meta: Mapping[str, Any]) -> Path:
         """Write a checkpoint with a file STEM.safetensors for every stem of `files`, and return its folder.
 
-        `meta` is written as JSON. Tensors may be on any device. They must be contiguous and must not overlap in memory,
-        but disjoint views of one vector are allowed; safetensors raises ValueError or RuntimeError for others. If
-        writing fails, for example because the disk is full, CheckpointError is raised and the older checkpoints are
-        kept.
+        `meta` is written as JSON. Tensors may be on any device. Raises SettingsError for other values in `meta`, and
+        CheckpointError if writing fails, for example because the disk is full. The older checkpoints are then kept.
         """
-        content = json.dumps(dict(meta), allow_nan=True, indent=1).encode()
+        content = json.dumps(packed(meta, "meta"), indent=1).encode()
         try:
             with self._writing():
                 path = self._write(step, files=files, meta=content)
                 self._prune()
         except (OSError, SafetensorError) as error:
+            number = error.errno if isinstance(error, OSError) else _OS_ERROR.search(str(error))
+            remedy = REMEDIES.get(int(number[1]) if isinstance(number, re.Match) else number or 0)
             raise CheckpointError(
-                f"cannot write the checkpoint of step {step} to {self.folder}: {error} "
-                "(earlier checkpoints are intact); free up disk space, or choose another folder"
+                f"cannot write the checkpoint of step {step} to {self.folder}: {error} (earlier checkpoints are intact)"
+                + (f"; {remedy}" if remedy else "")
             ) from None
         return path
 
     def newest(self) -> Checkpoint | None:
-        """Return the newest checkpoint that passes verification, or None.
+        """Return the newest checkpoint that passes verification, or None if there is no checkpoint.
 
-        Damaged checkpoints are skipped with a warning.
+        A damaged checkpoint is skipped with a warning. Raises CheckpointError if all are damaged, and
+        UnreadableCheckpoint if one that is newer than the newest good one cannot be read.
         """
+        damages: list[CheckpointError] = []
         for path in reversed(self._list()):
             try:
                 checkpoint = Checkpoint(path)
                 checkpoint.verify()
+            except UnreadableCheckpoint:
+                raise
             except CheckpointError as error:
                 log.warning("skipped a damaged checkpoint: %s", error)
+                self._is_whole[path] = False
+                damages.append(error)
             else:
+                self._is_whole[path] = True
                 return checkpoint
+        if damages:
+            raise CheckpointError(
+                f"{self.folder} holds only damaged checkpoints ({damages[0]}): restore a copy of them, or move the "
+                "folder away to start again from the state of the swarm"
+            )
         return None
 
     def _write(self, step: int, *, files: Files, meta: bytes) -> Path:
@@ -167,8 +208,7 @@ class Checkpoints:
         try:
             (partial / META).write_bytes(meta)
             for stem, tensors in files.items():
-                on_cpu = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
-                save_file(on_cpu, partial / f"{stem}.safetensors")
+                save_file(_apart(tensors), partial / f"{stem}.safetensors")
             described = {path.name: _describe(path) for path in sorted(partial.iterdir())}
             manifest = {"version": VERSION, "step": step, "files": described}
             (partial / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
@@ -179,6 +219,7 @@ class Checkpoints:
             _sync(partial)
             final = self.folder / f"{number:08d}-step-{step}"
             partial.rename(final)
+            self._is_whole[final] = True
         except BaseException:  # even after Ctrl-C, a partial checkpoint must not be left behind to fill the disk
             shutil.rmtree(partial, ignore_errors=True)
             raise
@@ -186,16 +227,31 @@ class Checkpoints:
         return final
 
     def _prune(self) -> None:
-        for path in self._list()[: -self._keep]:
+        for path in [path for path in self._list() if self._has_verified(path)][: -self._keep]:
             # The checkpoint is renamed first, so that it does not look damaged when it is only half removed.
             doomed = path.with_name(f"{_PARTIAL}{path.name}")
             path.rename(doomed)
             shutil.rmtree(doomed, ignore_errors=True)
 
+    def _has_verified(self, path: Path) -> bool:
+        """Return whether a checkpoint is whole. Each is read at most once."""
+        if path not in self._is_whole:
+            try:
+                Checkpoint(path).verify()
+                self._is_whole[path] = True
+            except CheckpointError as error:
+                log.warning("keeping a checkpoint that cannot be verified: %s", error)
+                self._is_whole[path] = False
+        return self._is_whole[path]
+
     def _list(self) -> list[Path]:
-        if not self.folder.is_dir():
+        try:
+            found = [path for path in self.folder.iterdir() if _NAME.match(path.name)]
+        except FileNotFoundError:
             return []
-        return sorted((path for path in self.folder.iterdir() if _NAME.match(path.name)), key=_number)
+        except OSError as error:
+            raise _unreadable(self.folder, error) from None
+        return sorted(found, key=_number)
 
     def _remove_leftovers(self) -> None:
         try:
@@ -255,6 +311,22 @@ class Saver:
         if self._thread:
             self._thread.join()
             self._thread = None
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors on the CPU, contiguous and apart in memory, as safetensors needs them. Few need a copy."""
+    found, end = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, 0
+    for name, tensor in sorted(found.items(), key=lambda item: item[1].data_ptr()):
+        if tensor.data_ptr() < end:
+            found[name] = tensor.clone()
+        end = max(end, tensor.data_ptr() + tensor.nbytes)
+    return found
+
+
+def _unreadable(path: Path, error: OSError) -> UnreadableCheckpoint:
+    return UnreadableCheckpoint(
+        f"{path} cannot be read: {error.strerror or error}; repair the access to it, or choose another --state-dir"
+    )
 
 
 def _number(path: Path) -> int:

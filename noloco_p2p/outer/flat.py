@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
+from typing import TypeVar
 
 import torch
 from blake3 import blake3
@@ -16,6 +17,10 @@ from noloco_p2p.devices import has_own_memory, synchronize
 from noloco_p2p.errors import ModelError
 from noloco_p2p.gossip.layout import ModelLayout
 
+T = TypeVar("T")
+
+TRAINED = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+COMPILED, WRAPPED = "_orig_mod.", "module."  # what torch.compile puts anywhere in a name, and DDP at its beginning
 HASHED_AT_ONCE = 1 << 22  # number of elements that are copied at once to compute a digest
 
 
@@ -30,27 +35,49 @@ class FlatParameters:
     is_readable_anywhere = True
 
     def __init__(self, model: nn.Module) -> None:
-        self.named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
-        self._frozen = [(name, param) for name, param in model.named_parameters() if not param.requires_grad]
+        named = named_parameters(model)
+        self.named = [(name, param) for name, param in named if param.requires_grad]
+        self._frozen = [(name, param) for name, param in named if not param.requires_grad]
         if not self.named:
             raise ModelError("the model has no trainable parameters")
+        for name, tensor in [*named, *named_buffers(model)]:
+            check_tensor(name, tensor)
         self.device = self.named[0][1].device
         self._is_async = has_own_memory(self.device)
         self._offsets: list[int] = []
         offset = 0
         for name, param in self.named:
             self._check(name, param)
-            if not param.is_contiguous():
-                raise ModelError(f"{name} is not contiguous in memory; call .contiguous() on it before training")
             self._offsets.append(offset)
             offset += param.numel()
         self.num_elements = offset
+        self._check_memory()
+
+    def _check_memory(self) -> None:
+        """Raise ModelError if two trainable parameters overlap, because each half-difference would be added twice."""
+        spans = [(each.data_ptr(), each.nbytes, name) for name, each in self.named if not isinstance(each, DTensor)]
+        end, last = 0, ""
+        for start, num_bytes, name in sorted(spans):
+            if num_bytes and start < end:
+                raise ModelError(f"{last} and {name} share memory: assign one nn.Parameter to both places to tie them")
+            end, last = max(end, start + num_bytes), name
 
     def _check(self, name: str, param: Tensor) -> None:
         if isinstance(param, DTensor):
             raise ModelError(
                 f"{name} is sharded across several processes; use `noloco join --gpus` to train such a model"
             )
+        if param.device != self.device:
+            raise ModelError(
+                f"{name} is on {param.device}, but {self.named[0][0]} is on {self.device}: all trainable parameters "
+                "must be on one device"
+            )
+        if param.dtype not in TRAINED:
+            raise ModelError(
+                f"{name} is {param.dtype}, but only fp16, bf16, fp32 and fp64 parameters can be trained and swapped"
+            )
+        if not param.is_contiguous():
+            raise ModelError(f"{name} is not contiguous in memory; call .contiguous() on it before training")
 
     @cached_property
     def model_layout(self) -> ModelLayout:
@@ -120,6 +147,35 @@ class FlatParameters:
         If `is_written` is true, writes to it must reach the model.
         """
         return self.named[index][1].detach()
+
+
+def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters of a model and their names, without the prefixes of wrappers.
+
+    A model that is compiled, or wrapped by DDP or accelerate, is the same model for its partners and checkpoints.
+    """
+    return _without_wrappers(model.named_parameters())
+
+
+def named_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return the buffers that `state_dict` contains, each once, named as by `named_parameters`."""
+    kept = model.state_dict(keep_vars=True).keys()
+    return _without_wrappers((name, buffer) for name, buffer in model.named_buffers() if name in kept)
+
+
+def _without_wrappers(named: Iterable[tuple[str, T]]) -> list[tuple[str, T]]:
+    found = [(name.replace(COMPILED, ""), value) for name, value in named]
+    while found and all(name.startswith(WRAPPED) for name, _ in found):
+        found = [(name.removeprefix(WRAPPED), value) for name, value in found]
+    return found
+
+
+def check_tensor(name: str, tensor: Tensor) -> None:
+    """Raise ModelError if a checkpoint could not hold a parameter or buffer of a model."""
+    if tensor.is_meta:
+        raise ModelError(f"{name} is on the meta device and has no values: load or initialize the model first")
+    if tensor.layout is not torch.strided:
+        raise ModelError(f"{name} is stored as {tensor.layout}; call .to_dense() on it before training")
 
 
 def content_digest(values: Tensor) -> str:

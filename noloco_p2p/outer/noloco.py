@@ -8,6 +8,7 @@ all weights, and takes the outer step of the NoLoCo paper (arXiv 2506.10911).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import threading
@@ -22,7 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from noloco_p2p.errors import CheckpointError, ModelError, SettingsError
+from noloco_p2p.errors import CheckpointError, ModelError, NolocoError, SettingsError
 from noloco_p2p.gossip.exchange import Exchange
 from noloco_p2p.gossip.frames import StateManifest
 from noloco_p2p.gossip.layout import ModelLayout
@@ -31,6 +32,7 @@ from noloco_p2p.outer.checkpoint import Checkpoint, Checkpoints, Files, Saver
 from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.outer.mixing import Mixing, Swapped
 from noloco_p2p.outer.optimizer_state import InnerState, inner_state, is_skipped
+from noloco_p2p.outer.plain_values import packed
 from noloco_p2p.outer.weights import Weights
 from noloco_p2p.spec import Spec
 from noloco_p2p.telemetry.metrics import Metrics
@@ -122,13 +124,14 @@ class NoLoCo:
             the inner optimizer and the position in the run. A mapping from `state_dict` restores the outer state and
             the position in the run; the caller loads the model and the inner optimizer. If False, training starts
             afresh.
-        save_every_s: The time between two checkpoints, which are also served to newcomers, in seconds. The first one is
-            written after the first inner step. If 0, the caller must call `save`, and newcomers keep their own weights
-            until it does.
+        save_every_s: The time between two checkpoints, which are also served to newcomers, in seconds. The first one
+            contains the first inner step. A checkpoint is taken when the next inner step begins, so after a scheduler's
+            step. If 0, the caller must call `save`, and newcomers keep their own weights until it does.
         checkpoints: The checkpoints to write and to resume from. If None, the last two are kept in the peer's folder
             for the run.
-        meta: A function that is called for each checkpoint. It returns JSON values that the caller needs after a
-            restart, such as the state of a scheduler. `resumed.meta` then holds them.
+        meta: A function that is called for each checkpoint. It returns a dictionary of plain values that the caller
+            needs after a restart, such as the state of a scheduler. `resumed.meta` then holds equal values. Raises
+            SettingsError for values that a checkpoint cannot hold.
         on_swap: A function that is called for each swap that has been applied, within `optimizer.step()` or `step()`.
         parameters: An object that reads and writes the parameters of a model that is not entirely on one device.
         follows_caller: If True, the caller sets `progress`, the position in the schedule. Steps and swaps do not change
@@ -164,13 +167,15 @@ class NoLoCo:
         self._inner, hooked = inner_state(optimizer, model)
         self._save_every_s = save_every_s
         self._checkpoints = checkpoints or Checkpoints(peer.run_folder / "checkpoints")
-        self._meta = meta
+        self._user_meta = meta
         self._on_swap = on_swap
         self._saver = Saver()
         self._saved_at_s = -math.inf
         self._looked_at_s = -math.inf
         self._trainable = _trainable(model) if parameters is None else None  # FSDP temporarily replaces them
         self._place: Mapping[str, Any] = {"progress": 0.0, "steps": 0}
+        with contextlib.suppress(NameError):  # it may use what the script has not made yet
+            packed(self._meta(), "meta")
         self._enter(resume)
         self._exchange = peer.membership.begin_swaps(self.weights.num_swapped)
         self._mixing = Mixing(
@@ -185,7 +190,7 @@ class NoLoCo:
         self._mixing.restart(progress=self._place["progress"], steps=self._place["steps"])
         if not hooked and hasattr(self._inner, "weights_lock"):
             setattr(self._inner, "weights_lock", self.weights.lock)  # noqa: B010 - not part of the protocol
-        self._is_locked = False
+        self._is_locked = self._is_save_due = False
         self._hooks = [hook for each in hooked for hook in self._hook(each, is_last=each is hooked[-1])]
 
     def _hook(self, optimizer: Optimizer, *, is_last: bool) -> list[Any]:
@@ -236,7 +241,13 @@ class NoLoCo:
         return self._step()
 
     def _lock(self, *optimizer_step: object) -> None:
-        """Lock the weights before an optimizer changes them. After a step that failed, they are still locked."""
+        """Lock the weights before an optimizer changes them. After a step that failed, they are still locked.
+
+        A checkpoint that is due is taken here, because schedulers have followed the last inner step by now.
+        """
+        if self._is_save_due:
+            self._is_save_due = False
+            self.save_in_background()
         if not self._is_locked:
             self.weights.lock.acquire()
             self._is_locked = True
@@ -296,7 +307,10 @@ class NoLoCo:
         self._catch_up()
         if self._save_every_s and now_s - self._saved_at_s >= self._save_every_s:
             self._saved_at_s = now_s
-            self.save_in_background()
+            if self._hooks:
+                self._is_save_due = True
+            else:
+                self.save_in_background()
 
     def close(self) -> None:
         """After training, swap without inner steps until every part of the weights is close to the mean of all peers.
@@ -351,16 +365,21 @@ class NoLoCo:
                 "skipped the checkpoint of step %d because the previous one is still being written", self.num_steps
             )
             return False
-        live, write = self._checkpoint()
+        try:
+            live, write = self._checkpoint()
+        except Exception:  # of the caller's `meta`, which must not end training
+            log.exception("the checkpoint of step %d could not be made", self.num_steps)
+            return False
 
         def write_and_tell(copied: Files) -> None:
             try:
                 folder = write(copied)
-            except CheckpointError as error:
+                if done:
+                    done(folder)
+            except NolocoError as error:
                 log.error("%s", error)
-                return
-            if done:
-                done(folder)
+            except Exception:  # without this, the error would be lost with the thread
+                log.exception("a checkpoint could not be written")
 
         self._saver.begin(write_and_tell, live)
         return True
@@ -420,6 +439,12 @@ class NoLoCo:
             "layout": layout.digest(),
             "tensors": layout.as_json().decode(),
         }
+
+    def _meta(self) -> dict[str, Any]:
+        meta = dict(self._user_meta())
+        if "outer" in meta:
+            raise SettingsError("meta['outer'] is the place of NoLoCo's own position: use another key")
+        return meta
 
     # entering
 

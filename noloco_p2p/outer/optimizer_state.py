@@ -1,17 +1,27 @@
-"""Represent the state of the inner optimizer as named tensors, so that a checkpoint needs no pickle."""
+"""Represent the state of the inner optimizer as named tensors, so that a checkpoint needs no pickle.
+
+A scalar of Python becomes a tensor whose key names its type, such as `int:step/0.weight`. The hyperparameters of a
+script's own optimizers are kept as well, such as `group:0.1:float/lr`, because a scheduler changes them.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from noloco_p2p.errors import CheckpointError, ModelError
+from noloco_p2p.outer.flat import named_parameters
 
 log = logging.getLogger(__name__)
+
+SCALARS = {"bool": (bool, torch.bool), "int": (int, torch.int64), "float": (float, torch.float64)}
+GROUP = "group:"  # begins the keys of hyperparameters
+DEEPEST = 4  # wrappers around one optimizer
 
 
 class InnerState(Protocol):
@@ -34,16 +44,33 @@ def inner_state(
 ) -> tuple[InnerState | None, Sequence[Optimizer]]:
     """Return the inner optimizer's `InnerState` and the torch optimizers, of which the last one ends an inner step.
 
-    Raises ModelError if the optimizer trains parameters that do not belong to the model, because they would not be
+    A wrapper, such as that of accelerate, is replaced by the torch optimizer inside. Raises ModelError if the optimizer
+    is of an unknown kind, or if it trains parameters that do not belong to the model, because they would not be
     swapped.
     """
-    if isinstance(optimizer, Optimizer):
-        optimizer = [optimizer]
-    if optimizer is None or not isinstance(optimizer, Sequence):
-        return optimizer, ()
-    if not optimizer:
-        raise ModelError("the list of optimizers is empty")
-    return TorchOptimizers(optimizer, dict(model.named_parameters())), optimizer
+    if optimizer is None:
+        return None, ()
+    if isinstance(optimizer, Sequence):
+        if not optimizer:
+            raise ModelError("the list of optimizers is empty")
+        found = [_unwrapped(one) for one in optimizer]
+    elif callable(getattr(optimizer, "restore", None)) and callable(getattr(optimizer, "state", None)):
+        return optimizer, ()  # pyright: ignore[reportReturnType] - only an InnerState has both
+    else:
+        found = [_unwrapped(optimizer)]
+    return TorchOptimizers(found, dict(named_parameters(model))), found
+
+
+def _unwrapped(optimizer: object) -> Optimizer:
+    one: object = optimizer
+    for _ in range(DEEPEST):
+        if isinstance(one, Optimizer) and "_optimizer_step_post_hooks" in vars(one):
+            return one
+        one = getattr(one, "optimizer", None) or getattr(one, "base_optimizer", None)
+    raise ModelError(
+        f"the steps of {type(optimizer).__name__} cannot be counted, because it is not a torch optimizer: pass the "
+        "torch optimizer inside it, or pass None and call `step` after each inner step"
+    )
 
 
 class TorchOptimizers:
@@ -63,20 +90,68 @@ class TorchOptimizers:
         self._is_warned = False
 
     def state(self) -> dict[str, Tensor]:
-        """Return the state. If a field is not a tensor, log a warning and return an empty state.
+        """Return the state and the hyperparameters.
 
-        A checkpoint that cannot be saved must not end training.
+        A checkpoint that cannot be saved must not end training. So if a field of the state is neither a tensor nor a
+        number, log a warning and return the hyperparameters alone.
         """
+        groups = dict(self._hyperparameters())
         try:
-            return flatten_optimizers(self._optimizers, self._names)
+            return groups | flatten_optimizers(self._optimizers, self._names)
         except CheckpointError as error:
             if not self._is_warned:
                 log.warning("%s; after a restart, the inner optimizer will start from scratch", error)
             self._is_warned = True
-            return {}
+            return groups
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        restore_optimizers(self._optimizers, self._names, tensors)
+        moments = {key: value for key, value in tensors.items() if not key.startswith(GROUP)}
+        restore_optimizers(self._optimizers, self._names, moments)
+        groups = {
+            f"{number}.{index}": group
+            for number, optimizer in enumerate(self._optimizers)
+            for index, group in enumerate(optimizer.param_groups)
+        }
+        for key in tensors.keys() - moments.keys():
+            kind, _, name = key.removeprefix(GROUP).partition("/")
+            where, _, kind = kind.partition(":")
+            if where in groups:  # a group that is added later keeps what it is added with
+                _put_back(groups[where], name, _plain(kind, tensors[key]))
+
+    def _hyperparameters(self) -> Iterator[tuple[str, Tensor]]:
+        for number, optimizer in enumerate(self._optimizers):
+            for index, group in enumerate(optimizer.param_groups):
+                for name, value in group.items():
+                    kind, tensor = _as_tensor(value)
+                    if tensor is not None:
+                        yield f"{GROUP}{number}.{index}:{kind}/{name}", tensor
+
+
+def _as_tensor(value: object) -> tuple[str, Tensor | None]:
+    """Return the type of a tensor, a number or a tuple of numbers, and a tensor with its value, or None for others."""
+    if isinstance(value, Tensor):
+        return "", value.detach()
+    for kind, (python, dtype) in SCALARS.items():
+        if isinstance(value, python):
+            return kind, torch.tensor(value, dtype=dtype)
+    if isinstance(value, tuple) and value and all(isinstance(each, int | float) for each in value):
+        return "floats", torch.tensor(value, dtype=torch.float64)
+    return "", None
+
+
+def _plain(kind: str, saved: Tensor) -> Any:
+    """Return the value from which `_as_tensor` made a tensor."""
+    if kind == "floats":
+        return tuple(saved.tolist())
+    return SCALARS[kind][0](saved.item()) if kind else saved.clone()  # the checkpoint may be a mapped file
+
+
+def _put_back(group: dict[str, Any], name: str, value: Any) -> None:
+    """Set a hyperparameter. A tensor keeps its identity, because a compiled step may hold it."""
+    if isinstance(group.get(name), Tensor):
+        group[name].copy_(torch.as_tensor(value))
+    else:
+        group[name] = value
 
 
 def is_skipped(optimizer: Optimizer) -> bool:
@@ -94,19 +169,21 @@ def flatten_optimizers(optimizers: Sequence[Optimizer], names: Mapping[str, Tens
 
     The fields are step, exp_avg and exp_avg_sq for AdamW, and momentum_buffer for Muon. `names` maps names to the
     parameters of the optimizers, as `dict(model.named_parameters())` does, so the order of their groups does not
-    matter. The tensors are not copied. Hyperparameters are left out because they belong to the spec. Raises
-    CheckpointError if a field is not a tensor.
+    matter. The tensors are not copied. Raises CheckpointError if a field is neither a tensor nor a number.
     """
     name_of = {id(parameter): name for name, parameter in names.items()}
     flat: dict[str, Tensor] = {}
     for optimizer in optimizers:
         for parameter in _parameters(optimizer):
             for field, value in optimizer.state.get(parameter, {}).items():
-                if not isinstance(value, Tensor):
+                kind, tensor = _as_tensor(value)
+                if tensor is None and value is not None:
                     raise CheckpointError(
-                        f"the state of {type(optimizer).__name__} cannot be saved: its {field!r} is not a tensor"
+                        f"the state of {type(optimizer).__name__} cannot be saved: its {field!r} is a "
+                        f"{type(value).__name__}"
                     )
-                flat[f"{field}/{name_of[id(parameter)]}"] = value
+                if tensor is not None:
+                    flat[f"{kind}{':' * bool(kind)}{field}/{name_of[id(parameter)]}"] = tensor
     return flat
 
 
@@ -123,30 +200,35 @@ def restore_optimizers(
     other hyperparameters. A parameter without saved state is reset. Raises CheckpointError if names or shapes do not
     match the model.
     """
-    saved: dict[str, dict[str, Tensor]] = {}
+    saved: dict[str, dict[str, Any]] = {}
     for key, tensor in tensors.items():
         field, _, name = key.partition("/")
+        kind, _, field = field.rpartition(":")
         if name not in names or not _fits(tensor, names[name]):
             raise CheckpointError(
                 f"optimizer state {key} {tuple(tensor.shape)} does not match any parameter of this model"
             )
-        saved.setdefault(name, {})[field] = tensor.clone()  # the checkpoint may be a mapped file
+        saved.setdefault(name, {})[field] = _plain(kind, tensor)
     name_of = {id(parameter): name for name, parameter in names.items()}
     for optimizer in optimizers:
-        state: dict[int, dict[str, Tensor]] = {}
+        state: dict[int, dict[str, Any]] = {}
         moments: list[tuple[Tensor, dict[str, Tensor]]] = []
         for index, parameter in enumerate(_parameters(optimizer)):  # torch numbers parameters in this order
             fields = saved.get(name_of[id(parameter)])
             if fields and keep_on_cpu:  # load_state_dict then restores only the step counts
                 moments.append(
-                    (parameter, {field: value.pin_memory() for field, value in fields.items() if value.ndim})
+                    (parameter, {field: value.pin_memory() for field, value in fields.items() if _is_array(value)})
                 )
-                fields = {field: value for field, value in fields.items() if not value.ndim}
+                fields = {field: value for field, value in fields.items() if not _is_array(value)}
             if fields is not None:
                 state[index] = fields
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
         for parameter, fields in moments:
             optimizer.state[parameter].update(fields)
+
+
+def _is_array(value: object) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 0
 
 
 def _fits(value: Tensor, parameter: Tensor) -> bool:

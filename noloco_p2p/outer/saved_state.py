@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from noloco_p2p.errors import CheckpointError
 from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.outer.checkpoint import Checkpoint
+from noloco_p2p.outer.flat import named_buffers
 from noloco_p2p.outer.weights import Weights, check_vectors
 
 STATE_FILE = "weights"  # stem of the file that newcomers fetch: the weights and, with alpha > 0, the outer momentum
@@ -74,8 +75,7 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     After a merge, recompute them from data (`torch.optim.swa_utils.update_bn`), because the mean of several models'
     statistics differs from the statistics of the mean model.
     """
-    kept = model.state_dict(keep_vars=True).keys()
-    return {name: buffer for name, buffer in model.named_buffers() if name in kept}
+    return dict(named_buffers(model))
 
 
 def restore_buffers(buffers: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:

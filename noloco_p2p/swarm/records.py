@@ -136,7 +136,10 @@ def decode_record(data: bytes) -> PeerRecord:
     own["name"] = peer_name.shown(own.get("name"))
     if own.get("paused_by") not in PAUSED_BY:  # a newer sender may know other reasons
         own["paused_by"] = ""
-    metrics = Metrics(**{name: values[KEYS[name]] for name in RECORDED if KEYS[name] in values})
+    told = {name: values[KEYS[name]] for name in RECORDED if KEYS[name] in values}
+    for name, value in told.items():
+        _check_value(name, value)
+    metrics = Metrics(**told)
     try:
         record = PeerRecord(**own, metrics=metrics)
     except TypeError:
@@ -207,8 +210,6 @@ def _pack(record: PeerRecord) -> bytes:
 def _check(record: PeerRecord) -> None:
     for name in PLAIN:
         _check_value(name, getattr(record, name))
-    for name in RECORDED:
-        _check_value(name, getattr(record.metrics, name))
     if record.state not in STATES:
         raise RecordError(f"unknown state {record.state!r} in the record of {record.peer_id}")
     if any(depth > MAX_DEPTH for depth in record.depths):  # readers would look for buckets at this depth

@@ -6,9 +6,13 @@ directory record; the monitor's JSON, tables, totals, curves and /metrics; and d
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
+
+from noloco_p2p.errors import SettingsError
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +61,10 @@ def _text(unit: str, meaning: str, shown: Shown) -> Any:
 
 @dataclass(slots=True)
 class Metrics:
-    """The current metrics of one peer. The training thread writes them, and the network thread reads them."""
+    """The current metrics of one peer. The training thread writes them, and the network thread reads them.
+
+    Scripts set them to whatever holds one number, such as a tensor. Raises SettingsError for anything else.
+    """
 
     step: int = _counter("steps", "inner steps taken in this run, including those before a restart")
     trained_s: float | None = _counter(
@@ -213,9 +220,39 @@ class Metrics:
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    def __setattr__(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, _checked(name, value))
+
+
+def _checked(name: str, value: Any) -> Any:
+    """Return the plain value of a metric: a text, a number, or None where there may be none."""
+    if name not in METRICS:
+        raise AttributeError(f"there is no metric {name!r}")
+    if value is None and DEFAULTS[name] is None:
+        return None
+    if METRICS[name].kind == "text":
+        what, plain = "a text", value if isinstance(value, str) else None
+    elif name in WHOLE:
+        what, number = "a whole number", _number(value)
+        plain = int(number) if number is not None and math.isfinite(number) and number == int(number) else None
+    else:
+        what, plain = "one number", _number(value)
+    if plain is None:
+        raise SettingsError(f"metrics.{name} must be {what}, but it was set to a {type(value).__name__}")
+    return plain
+
+
+def _number(value: Any) -> float | None:
+    """Return the number that a value is or holds, as a tensor or an array can, or None."""
+    with suppress(AttributeError, TypeError, ValueError, RuntimeError):
+        number = value if isinstance(value, int | float) else value.item()
+        return number if isinstance(number, int | float) else None
+    return None
+
 
 METRICS: dict[str, About] = {item.name: item.metadata["about"] for item in fields(Metrics)}
 DEFAULTS: dict[str, Any] = {item.name: item.default for item in fields(Metrics)}
+WHOLE = frozenset(item.name for item in fields(Metrics) if "int" in str(item.type))
 FAILED = tuple(name for name in METRICS if name.startswith("failed_"))
 NUMBERS = tuple(name for name, about in METRICS.items() if about.kind != "text")
 # A peer may hide these metrics. The counts of swaps stay visible, because they show the health of the run.

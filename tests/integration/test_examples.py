@@ -57,6 +57,7 @@ def run_shown(page: str, *, num_batches: int) -> dict[str, Any]:
     batch = {name: torch.randint(0, 256, (2, 8)) for name in ("input_ids", "labels")}
     optimizer = torch.optim.AdamW(model.parameters())
     yours: dict[str, Any] = {"ticket": None, "model": model, "data": [batch] * num_batches, "optimizer": optimizer}
+    yours["scheduler"] = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     exec(script, yours)
     return yours
 
@@ -86,6 +87,7 @@ def test_the_script_for_researchers_resumes() -> None:
     assert again["outer"].num_steps == 80
     moments = again["optimizer"].state[next(again["model"].parameters())]
     assert moments["step"] == 80
+    assert again["optimizer"].param_groups[0]["lr"] == pytest.approx(1e-3 * 0.9**80)
 
 
 def test_a_plain_script(run: Callable[..., str]) -> None:

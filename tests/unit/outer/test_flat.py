@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from noloco_p2p.errors import ModelError
-from noloco_p2p.outer.flat import FlatParameters
+from noloco_p2p.outer.flat import FlatParameters, named_buffers
 
 SIZES = st.lists(st.integers(0, 5), min_size=1, max_size=6).filter(any)
 
@@ -40,8 +42,53 @@ def test_any_piece_is_that_of_the_whole(sizes: list[int], dtype: torch.dtype, da
     assert torch.equal(whole(model), vector)
 
 
-def test_a_parameter_that_is_not_contiguous_is_refused() -> None:
+def holding(**tensors: Tensor) -> nn.Module:
+    """Return a model with parameters, and with buffers where the name begins with `buffer`."""
     model = nn.Module()
-    model.register_parameter("turned", nn.Parameter(torch.zeros(2, 3).t()))
-    with pytest.raises(ModelError, match="turned"):
+    model.register_parameter("weight", nn.Parameter(torch.zeros(2)))
+    for name, tensor in tensors.items():
+        if name.startswith("buffer"):
+            model.register_buffer(name, tensor)
+        else:
+            model.register_parameter(name, nn.Parameter(tensor, requires_grad=tensor.is_floating_point()))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (holding(turned=torch.zeros(2, 3).t()), "turned is not contiguous"),
+        (holding(empty=torch.zeros(2, device="meta")), "empty is on the meta device"),
+        (holding(buffer=torch.zeros(2, device="meta")), "buffer is on the meta device"),
+        (holding(buffer_of_few=torch.eye(2).to_sparse()), r"buffer_of_few is stored as torch.sparse_coo"),
+        (holding(small=torch.zeros(2).to(torch.float8_e4m3fn)), r"small is torch.float8_e4m3fn"),
+        (holding(a=(shared := torch.zeros(6)), b=shared[2:]), "a and b share memory"),
+    ],
+    ids=lambda value: value.split(" is ")[-1] if isinstance(value, str) else "",
+)
+def test_a_model_that_cannot_be_kept_or_swapped_is_refused_by_name(model: nn.Module, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
         FlatParameters(model)
+
+
+class Wrapper(nn.Module):
+    """DDP and accelerate keep the model under this name."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+def test_wrappers_do_not_change_what_a_model_is() -> None:
+    def make() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+
+    def compiled(module: nn.Module) -> nn.Module:
+        return cast(nn.Module, torch.compile(module))
+
+    plain = make()
+    in_part = nn.Sequential(*(compiled(each) for each in make()))
+    for same in (compiled(make()), Wrapper(make()), Wrapper(compiled(make())), in_part):
+        assert FlatParameters(same).layout() == FlatParameters(plain).layout()
+        assert [name for name, _ in named_buffers(same)] == [name for name, _ in named_buffers(plain)]

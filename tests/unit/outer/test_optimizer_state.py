@@ -85,6 +85,12 @@ def test_a_factored_state_is_kept_too() -> None:
 def test_an_optimizer_that_cannot_be_kept_is_told() -> None:
     model, _ = make_model()
     optimizer = torch.optim.LBFGS(model.parameters())
-    optimizer.step(lambda: sum(param.square().sum() for param in model.parameters()))
+
+    def closure() -> float:
+        loss = torch.stack([param.sin().sum() for param in model.parameters()]).sum()
+        loss.backward()
+        return loss.item()
+
+    optimizer.step(closure)
     with pytest.raises(CheckpointError, match="LBFGS cannot be saved"):
         flatten_optimizers([optimizer], dict(model.named_parameters()))
