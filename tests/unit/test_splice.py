@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from noloco_p2p.net.proxy import connected
@@ -11,6 +12,7 @@ from noloco_p2p.owned_tasks import end_tasks
 from noloco_p2p.tcp import BLOCK_BYTES, Splice, tune
 
 WARM_BYTES = 64 << 20  # after this many bytes the kernel enlarges the buffers of a fast connection
+COPIED_BYTES = 64 << 20
 HELD_BYTES = 1536 * 1024  # two buffers of the kernel, a block, and the receive buffer of the caller
 
 
@@ -56,3 +58,27 @@ def test_a_server_gets_little_ahead_of_a_caller_that_stops_reading(tmp_path: Pat
 
     assert asyncio.run(run()) < HELD_BYTES
     assert not (tmp_path / "7").exists()
+
+
+def test_copies_on_several_threads_do_not_mix() -> None:
+    """Each peer of a process has its own thread. Reading and sending release the GIL."""
+
+    async def copy(pattern: bytes) -> bool:
+        loop = asyncio.get_running_loop()
+        (caller, near), (far, server) = socket.socketpair(), socket.socketpair()
+        for each in (caller, near, far, server):
+            each.setblocking(False)
+        splicing = asyncio.create_task(Splice(near, far).run())
+        sending = asyncio.create_task(loop.sock_sendall(caller, pattern * COPIED_BYTES))
+        left, is_same = COPIED_BYTES, True
+        while left:
+            data = await loop.sock_recv(server, BLOCK_BYTES)
+            is_same &= data == pattern * len(data)
+            left -= len(data)
+        await end_tasks([sending, splicing])
+        for each in (caller, server):
+            each.close()
+        return is_same
+
+    with ThreadPoolExecutor(3) as pool:
+        assert all(pool.map(lambda pattern: asyncio.run(copy(pattern)), [b"a", b"b", b"c"]))
