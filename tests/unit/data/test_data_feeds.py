@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 from harness.patience import PATIENCE_S
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from transformers import ByT5Tokenizer
 
-from noloco_p2p.data.documents import Piece, Unavailable
+from noloco_p2p.data.documents import Document, Piece, Unavailable
 from noloco_p2p.data.prefetch import Prefetcher
-from noloco_p2p.data.reader import Reader, Source
+from noloco_p2p.data.reader import MAX_FAILURES, Reader, Source
 from noloco_p2p.data.sources import unused_bindings
 from noloco_p2p.data.stream import TokenStream, validation_batches
 from noloco_p2p.errors import DataError, SpecError
@@ -87,6 +89,52 @@ def test_a_mixture_is_named_as_such_and_has_no_mixture_within() -> None:
 
 def test_bindings_of_no_use_are_known() -> None:
     assert unused_bindings(MIX, {"a": "x", "b.validation": "y", "d": "z", "d.validation": "z"}) == ["d", "d.validation"]
+
+
+# a network that fails, and a restart
+
+
+@settings(max_examples=12)
+@given(
+    failing=st.sets(st.tuples(st.integers(0, 5), st.integers(0, 39)), max_size=MAX_FAILURES),
+    after=st.integers(1, 30),
+    others=st.sets(st.tuples(st.integers(0, 5), st.integers(0, 39)), max_size=6),
+)
+def test_a_restart_continues_exactly_though_files_failed(
+    failing: set[tuple[int, int]], after: int, others: set[tuple[int, int]]
+) -> None:
+    """The batches are bit-identical, and so are the blocks after them unless other files fail there."""
+
+    def stream_of(failing: set[tuple[int, int]]) -> TokenStream:
+        def piece(index: int) -> Piece:
+            def rows(start: int) -> Any:
+                for row in range(start, 40):
+                    if (index, row) in failing:
+                        failing.remove((index, row))
+                        raise Unavailable("reset by peer")
+                    yield Document(f"{index}/{row} " * 5, origin="")
+
+            return Piece(str(index), rows)
+
+        stop = threading.Event()
+        stop.wait = lambda timeout=None: False  # return at once
+        data = DataSpec(sequence_length=32)
+        stream = make_stream({}, data, stop=stop)
+        source = Source([piece(index) for index in range(6)], thin=False)
+        stream._feeds[0].reader = Reader(source, order="p", holdout=data.holdout, stop=stop)
+        return stream
+
+    to_come = set(failing)
+    stream = stream_of(to_come)
+    take(stream, after)
+    state = json.loads(json.dumps(stream.state_dict()))
+    resumed, with_others = stream_of(set(to_come)), stream_of(set(others))
+    resumed.load_state_dict(state)
+    with_others.load_state_dict(state)
+    num_left = len(stream.position.rest) // 4
+    expected = take(stream, max(num_left, 60))
+    assert equal(take(resumed, len(expected)), expected)
+    assert equal(take(with_others, num_left), expected[:num_left])
 
 
 # the worker
