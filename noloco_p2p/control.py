@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import json
+import logging
 import os
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -19,6 +20,9 @@ from typing import IO, Any
 from blake3 import blake3
 
 from noloco_p2p.errors import SettingsError
+from noloco_p2p.forks import kept_from_forks
+
+log = logging.getLogger(__name__)
 
 MAX_LINE_BYTES = 64 * 1024
 LONGEST_SOCKET_PATH = 100  # bytes; Linux allows 107, macOS 103
@@ -55,6 +59,16 @@ def _check_owner(path: Path) -> None:
             raise SettingsError(f"{path}: this control socket belongs to another user")
 
 
+def _reply(handler: Handler | None, *, known: Iterable[str]) -> bytes:
+    if handler is None:
+        return json.dumps({"error": f"unknown verb; the known verbs are {', '.join(known)}"}).encode()
+    try:
+        return json.dumps(handler()).encode()
+    except Exception as error:  # a client would otherwise learn only that nobody answers
+        log.exception("a request at the control socket failed")
+        return json.dumps({"failed": f"{type(error).__name__}: {error}"}).encode()
+
+
 @asynccontextmanager
 async def answering(state_dir: Path, verbs: Mapping[str, Handler]) -> AsyncIterator[None]:
     """Answer the given verbs at the control socket, on the event loop of the network thread.
@@ -66,8 +80,7 @@ async def answering(state_dir: Path, verbs: Mapping[str, Handler]) -> AsyncItera
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 handler = verbs.get(json.loads(await reader.readline()).get("verb"))
-                reply = handler() if handler else {"error": f"unknown verb; the known verbs are {', '.join(verbs)}"}
-                writer.write(json.dumps(reply).encode() + b"\n")
+                writer.write(_reply(handler, known=verbs) + b"\n")
                 await writer.drain()
         except (TimeoutError, ValueError, TypeError, AttributeError, ConnectionError):
             pass  # the client sent a malformed request, or closed the connection
@@ -108,9 +121,12 @@ def ask(state_dir: Path, verb: str, *, timeout_s: float = ANSWER_TIMEOUT_S) -> d
         except (TimeoutError, OSError) as error:
             raise SettingsError(f"the peer in {state_dir} is not answering on its control socket: {error}") from None
     try:
-        return json.loads(line)
+        reply = json.loads(line)
     except ValueError:
         raise SettingsError(f"the peer in {state_dir} closed its control socket without answering") from None
+    if "failed" in reply:
+        raise SettingsError(f"the peer in {state_dir} cannot answer: {reply['failed']}")
+    return reply
 
 
 def hold(state_dir: Path) -> IO[bytes]:
@@ -121,7 +137,7 @@ def hold(state_dir: Path) -> IO[bytes]:
     """
     try:
         state_dir.mkdir(parents=True, exist_ok=True)
-        lock = os.fdopen(os.open(state_dir / "lock", os.O_RDWR | os.O_CREAT, 0o600), "r+b")
+        lock = kept_from_forks(os.fdopen(os.open(state_dir / "lock", os.O_RDWR | os.O_CREAT, 0o600), "r+b"))
     except OSError as error:
         raise SettingsError(f"{state_dir} cannot be used as the state folder: {error}") from None
     try:

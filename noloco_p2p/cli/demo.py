@@ -73,8 +73,7 @@ def demo(
     print(f"{counted(swarm.num_peers, 'peer')}{each} on this machine; logs: {folder}/peer-*/log.txt", flush=True)
     if keep is None:
         print("(logs and checkpoints are deleted at the end; --keep DIR keeps them)", flush=True)
-    # SIGINT and SIGTERM end the demo, which then stops its peers.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    entry.on_leaving(signal.default_int_handler)  # ends the demo, which then stops its peers
     try:
         _watch(swarm)
         print("the peers leave; their models are merged, and the mean is evaluated", flush=True)

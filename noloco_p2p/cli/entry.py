@@ -1,10 +1,13 @@
-"""Reads and writes files that pass a ticket or an address from one process to another on the same machine."""
+"""What several commands share: files that pass a ticket or an address on, and the signals that ask to leave."""
 
 from __future__ import annotations
 
 import os
+import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from noloco_p2p.atomic_file import write_atomically
@@ -56,6 +59,17 @@ def opened(run: str) -> TrainerSpec | Ticket:
     if run.startswith("@"):
         return Ticket.decode(resolve(run))
     return Ticket.decode(run) if is_ticket(run) else TrainerSpec.load(Path(run))
+
+
+def leaving_signals() -> list[signal.Signals]:
+    """Return the signals that ask this program to leave. A SIGHUP that `nohup` ignores is not among them."""
+    is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM] + [signal.SIGHUP] * (not is_ignored)
+
+
+def on_leaving(handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> None:
+    for signum in leaving_signals():
+        signal.signal(signum, handler)
 
 
 def check_writable(path: Path | None, *, flag: str) -> None:

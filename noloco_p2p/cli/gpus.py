@@ -7,7 +7,6 @@ and the launcher returns the exit code of rank 0.
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from noloco_p2p.cli import entry
 from noloco_p2p.errors import SettingsError
 
 POLL_S = 0.1
@@ -49,8 +49,8 @@ def own_rank() -> OwnRank | None:
 def launch(arguments: Sequence[str], num_ranks: int) -> int:
     """Run `noloco ARGUMENTS` in `num_ranks` processes, and return the exit code of rank 0.
 
-    The result is 1 if rank 0 was killed by a signal or did not end in time. SIGINT and SIGTERM are passed on to rank 0,
-    and the other ranks end when rank 0 does. If the launcher is killed, rank 0 leaves.
+    The result is 1 if rank 0 was killed by a signal or did not end in time. SIGINT, SIGTERM and SIGHUP are passed on to
+    rank 0, and the other ranks end when rank 0 does. If the launcher is killed, rank 0 leaves.
     """
     from noloco_p2p.swarm.launch import with_parent
 
@@ -72,8 +72,7 @@ def launch(arguments: Sequence[str], num_ranks: int) -> int:
         )
         for rank in range(num_ranks)
     ]
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, lambda signum, frame: ranks[0].send_signal(signum))
+    entry.on_leaving(lambda signum, frame: ranks[0].send_signal(signum))
     until_s = None  # set when a rank fails or rank 0 ends
     try:
         while any(process.poll() is None for process in ranks):

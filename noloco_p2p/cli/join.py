@@ -20,6 +20,7 @@ from noloco_p2p.cli.options import takes_settings
 from noloco_p2p.control import hold
 from noloco_p2p.errors import Left, RankError, printable
 from noloco_p2p.settings import PeerSettings
+from noloco_p2p.telemetry.console import outlive_output
 from noloco_p2p.ticket import Ticket
 
 if TYPE_CHECKING:
@@ -63,8 +64,8 @@ def join(
         interrupts.append(signum)
         raise KeyboardInterrupt
 
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, interrupt)
+    outlive_output()
+    entry.on_leaving(interrupt)
     with hold(settings.state_dir) as lock:  # so that `noloco status` and `noloco leave` find a peer that is starting
         _say("starting (loading torch and hivemind takes a few seconds)")
         try:
@@ -159,8 +160,7 @@ def _train(
 
 def _follow(own: OwnRank, settings: PeerSettings) -> None:
     """Run a rank other than 0. Only rank 0 handles signals, and the other ranks end when it ends."""
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, signal.SIG_IGN)
+    entry.on_leaving(signal.SIG_IGN)
     from noloco_p2p.trainer.compute import choose_device
     from noloco_p2p.trainer.ranks import Ranks, told
     from noloco_p2p.trainer.sharded import follow
@@ -207,7 +207,7 @@ def _warnings(spec: TrainerSpec, settings: PeerSettings) -> Iterator[str]:
 
 
 def _leave_on_signals(peer: Peer) -> None:
-    """Leave cleanly at the first SIGINT or SIGTERM, and exit at once at the second.
+    """Leave cleanly at the first SIGINT, SIGTERM or SIGHUP, and exit at once at the second.
 
     An earlier `noloco leave` does not count as the first signal.
     """
@@ -215,6 +215,8 @@ def _leave_on_signals(peer: Peer) -> None:
 
     def leave(signum: int, frame: FrameType | None) -> None:
         nonlocal is_signalled
+        if is_signalled and signum == signal.SIGHUP:  # a shell and the system can both send it when a terminal closes
+            return
         if is_signalled:
             os._exit(128 + signum)
         is_signalled = True
@@ -222,8 +224,7 @@ def _leave_on_signals(peer: Peer) -> None:
             os.write(STDOUT, ASKED)  # print is not safe in a signal handler
         peer.request_leave()
 
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, leave)
+    entry.on_leaving(leave)
 
 
 def _say(line: str) -> None:

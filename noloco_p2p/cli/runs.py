@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -164,7 +163,7 @@ async def _serve(settings: PeerSettings, identity: Identity, *, address_file: Pa
             os._exit(128 + signum)
         stop.set()
 
-    for signum in (signal.SIGINT, signal.SIGTERM):
+    for signum in entry.leaving_signals():
         asyncio.get_running_loop().add_signal_handler(signum, stop_or_exit, signum)
     announce_host, announce_port = settings.announced
     directory = await SwarmDirectory(

@@ -155,7 +155,8 @@ def is_lasting(error: BaseException) -> bool:
         return False
     statuses = [getattr(getattr(cause, "response", None), "status_code", 0) for cause in causes]
     is_refused = any(400 <= status < 500 and status not in BUSY for status in statuses)  # such as for a missing file
-    return is_refused or any(isinstance(cause, LASTING) for cause in causes)
+    is_damage = any(type(cause) is OSError and not cause.errno for cause in causes)  # such as pyarrow's
+    return is_refused or is_damage or any(isinstance(cause, LASTING) for cause in causes)
 
 
 def import_datasets() -> Any:

@@ -289,8 +289,8 @@ def make_encoder(
     """Return a function that turns documents into token ids (int32), each document ending with the end-of-text token.
 
     The function encodes several texts at once, because a hub tokenizer spreads them over the cores. For the tokenizer
-    `bytes`, it computes the ids directly. The tokenizer's own code would process one letter at a time in Python, and
-    would treat a "</s>" in a text as the end of the text.
+    `bytes`, it computes the ids directly, because the tokenizer's own code processes one letter at a time in Python.
+    Control tokens in a text, such as "</s>", are encoded as text.
 
     If a document contains token ids that the tokenizer does not have, the document is reported as a fault and left out.
     Raises DataError if the tokenizer has no end-of-text token.
@@ -308,7 +308,8 @@ def make_encoder(
             encoded = iter([np.frombuffer(text, np.uint8).astype(np.int32) + BYTE_OFFSET for text in texts])
         elif texts:
             plain = [text.decode() for text in texts]
-            rows = tokenizer(plain, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+            options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+            rows = tokenizer(plain, split_special_tokens=True, **options)["input_ids"]
             encoded = iter([np.asarray(ids, np.int32) for ids in rows])
         else:
             encoded = iter(())

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from noloco_p2p.errors import CorruptPayload
+from noloco_p2p.forks import kept_from_forks
 from noloco_p2p.hosts import ip_of, is_wildcard, network_of
 from noloco_p2p.net.session import caller_in
 from noloco_p2p.owned_tasks import OwnedTasks, end_tasks
@@ -372,11 +373,11 @@ def _listening(host: str, port: int) -> socket.socket:
         with suppress(OSError):  # IPv6 is switched off
             listener = socket.create_server(("::", port), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True)
             listener.setblocking(False)
-            return listener
+            return kept_from_forks(listener)
     family, _, _, _, address = socket.getaddrinfo(plain, port, type=socket.SOCK_STREAM)[0]
     listener = socket.create_server(address[:2], family=family, backlog=BACKLOG)
     listener.setblocking(False)
-    return listener
+    return kept_from_forks(listener)
 
 
 def connected(server: Path, *, own_path: Path) -> socket.socket:

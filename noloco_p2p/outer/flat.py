@@ -40,8 +40,6 @@ class FlatParameters:
         self._frozen = [(name, param) for name, param in named if not param.requires_grad]
         if not self.named:
             raise ModelError("the model has no trainable parameters")
-        for name, tensor in [*named, *named_buffers(model)]:
-            check_tensor(name, tensor)
         self.device = self.named[0][1].device
         self._is_async = has_own_memory(self.device)
         self._offsets: list[int] = []
@@ -55,7 +53,8 @@ class FlatParameters:
 
     def _check_memory(self) -> None:
         """Raise ModelError if two trainable parameters overlap, because each half-difference would be added twice."""
-        spans = [(each.data_ptr(), each.nbytes, name) for name, each in self.named if not isinstance(each, DTensor)]
+        own = [(name, each) for name, each in self.named if not (each.is_meta or isinstance(each, DTensor))]
+        spans = [(each.data_ptr(), each.nbytes, name) for name, each in own]
         end, last = 0, ""
         for start, num_bytes, name in sorted(spans):
             if num_bytes and start < end:
@@ -170,12 +169,13 @@ def _without_wrappers(named: Iterable[tuple[str, T]]) -> list[tuple[str, T]]:
     return found
 
 
-def check_tensor(name: str, tensor: Tensor) -> None:
+def check_values(model: nn.Module) -> None:
     """Raise ModelError if a checkpoint could not hold a parameter or buffer of a model."""
-    if tensor.is_meta:
-        raise ModelError(f"{name} is on the meta device and has no values: load or initialize the model first")
-    if tensor.layout is not torch.strided:
-        raise ModelError(f"{name} is stored as {tensor.layout}; call .to_dense() on it before training")
+    for name, tensor in [*named_parameters(model), *named_buffers(model)]:
+        if tensor.is_meta:
+            raise ModelError(f"{name} is on the meta device and has no values: load or initialize the model first")
+        if tensor.layout is not torch.strided:
+            raise ModelError(f"{name} is stored as {tensor.layout}; call .to_dense() on it before training")
 
 
 def content_digest(values: Tensor) -> str:

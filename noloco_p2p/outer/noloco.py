@@ -29,7 +29,7 @@ from noloco_p2p.gossip.frames import StateManifest
 from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.outer import saved_state
 from noloco_p2p.outer.checkpoint import Checkpoint, Checkpoints, Files, Saver
-from noloco_p2p.outer.flat import FlatParameters
+from noloco_p2p.outer.flat import FlatParameters, check_values
 from noloco_p2p.outer.mixing import Mixing, Swapped
 from noloco_p2p.outer.optimizer_state import InnerState, inner_state, is_skipped
 from noloco_p2p.outer.plain_values import packed
@@ -161,6 +161,7 @@ class NoLoCo:
         self.spec = peer.spec
         self.entered = False
         self.resumed: Checkpoint | None = None
+        check_values(model)
         self.weights = Weights(parameters or FlatParameters(model), self.spec.outer)
         self._peer = peer
         self._model = model
@@ -351,7 +352,7 @@ class NoLoCo:
         Raises CheckpointError if writing fails; in that case, the last good checkpoint remains intact.
         """
         self._saver.wait()  # only one checkpoint can be written at a time
-        live, write = self._checkpoint()
+        live, write = self._checkpoint(self._meta())
         return write(live)
 
     def save_in_background(self, *, done: Callable[[Path], None] | None = None) -> bool:
@@ -366,10 +367,11 @@ class NoLoCo:
             )
             return False
         try:
-            live, write = self._checkpoint()
-        except Exception:  # of the caller's `meta`, which must not end training
+            meta = self._meta()
+        except Exception:  # of the caller, which must not end training
             log.exception("the checkpoint of step %d could not be made", self.num_steps)
             return False
+        live, write = self._checkpoint(meta)
 
         def write_and_tell(copied: Files) -> None:
             try:
@@ -384,7 +386,7 @@ class NoLoCo:
         self._saver.begin(write_and_tell, live)
         return True
 
-    def _checkpoint(self) -> tuple[Files, Callable[[Files], Path]]:
+    def _checkpoint(self, meta: dict[str, Any]) -> tuple[Files, Callable[[Files], Path]]:
         """Return the tensors of a checkpoint that training will change, and a function to call with their copies.
 
         It writes them and the rest of the checkpoint, serves it to newcomers, and returns its folder.
@@ -398,7 +400,7 @@ class NoLoCo:
         if self._inner:
             live[saved_state.INNER_FILE] = self._inner.state()
         fresh, step, position = {saved_state.STATE_FILE: self.weights.tensors()}, self.num_steps, self._position()
-        meta = {**self._meta(), "outer": position}
+        meta = {**meta, "outer": position}
 
         def write(changing: Files) -> Path:
             folder = self._checkpoints.save(step, files={**fresh, **changing}, meta=meta)

@@ -232,8 +232,8 @@ class Peer:
         self._network.announce(state)
 
     def last_fault(self) -> str:
-        """Return a description of the last fault of another peer, or "" if there was none."""
-        return self._network.service.counts.last_failure
+        """Return why this peer cannot announce itself, or else the last fault of another peer, or "" without any."""
+        return self._network.directory.fault or self._network.service.counts.last_failure
 
     def reach(self) -> Verdict:
         """Return the verdict on whether other peers can dial this one, based on their reports."""

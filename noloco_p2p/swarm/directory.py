@@ -61,6 +61,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FAREWELL_S = 4.0  # longer than the time that hivemind waits for one dead neighbour
+SILENT_S = 0.4 * TTL_S  # without a successful announcement; the third attempt of a heartbeat ends before half of TTL_S
 MEMORY_S = 2 * TTL_S  # how long a sequence number is remembered, so that an old record cannot revive a dead peer
 LONGEST_SURVEY_PAUSE_S = 30.0
 LOOKS_A_MINUTE = 24  # reads of one bucket because somebody named a peer that is not listed
@@ -168,7 +169,8 @@ class SwarmDirectory:
         self._looks = Rates.a_minute(LOOKS_A_MINUTE)
         self._somebody = asyncio.Event()  # set while a live peer is known, or if the clock of this machine is wrong
         self._survey_at_s, self._survey_pause_s = 0.0, self._timing.quick_view_s
-        self._started_at_s = self._read_at_s = time.monotonic()
+        self.fault = ""  # why this peer cannot announce itself, if it has failed for SILENT_S
+        self._started_at_s = self._read_at_s = self._announced_at_s = time.monotonic()
         self._announcing = asyncio.Lock()
         self._sequence, self._expires_at_s = 0, 0.0  # of the last record that was announced
         self._copies: dict[str, int] = {}  # session key of another process -> the first sequence number that was read
@@ -388,7 +390,14 @@ class SwarmDirectory:
                     for found in self._readable(bucket, only_own):
                         if must_stop(own, found, self._copies):
                             self._on_copy(found)
-        await self.announce_now()
+        try:
+            await self.announce_now()
+        except Exception as error:
+            silent_s = time.monotonic() - self._announced_at_s
+            if silent_s > SILENT_S and not self.fault:
+                self.fault = f"this peer has not been able to announce itself for {silent_s:.0f} s: {error}"
+                logger.warning("%s; others will take it for gone, unless this succeeds", self.fault)
+            raise
         return self._timing.heartbeat_s
 
     # announcing
@@ -425,6 +434,7 @@ class SwarmDirectory:
             # A failure must not prevent the other buckets from being tried.
             for fault in filter(None, await asyncio.gather(*stores, return_exceptions=True)):
                 raise fault
+            self._announced_at_s, self.fault = time.monotonic(), ""
 
     # reading
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from noloco_p2p.errors import printable
@@ -12,6 +15,8 @@ from noloco_p2p.telemetry.metrics import Metrics
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+log = logging.getLogger(__name__)
 
 
 class PrintableStream:
@@ -38,6 +43,43 @@ class PrintableStream:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.rich_proxied_file, name)
+
+
+class LastingStream:
+    """A stream that drops what it can no longer write, so that a program outlives its terminal, pipe or log disk."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with self._guarded():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._guarded():
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            nowhere = os.open(os.devnull, os.O_WRONLY)  # so that the next writes succeed, and that at the exit
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+            log.warning("%s ends here (%s), but the program continues", self._stream.name, error.strerror)
+
+
+def outlive_output() -> None:
+    """Let this program continue if its standard output or standard error can no longer be written."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        lasting = cast("TextIO", LastingStream(getattr(stream, "rich_proxied_file", stream)))
+        setattr(sys, name, PrintableStream(lasting))
 
 
 def terminal() -> Console:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 
 from noloco_p2p.errors import SettingsError
+from noloco_p2p.forks import kept_from_forks
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -29,7 +30,7 @@ class _Quiet(uvicorn.Server):
 @contextlib.asynccontextmanager
 async def serving(app: Any, *, host: str, port: int, flag: str) -> AsyncIterator[int]:
     """Serve an ASGI app, and yield the actual port. Raises SettingsError, which names the flag, for a wrong address."""
-    listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listening = kept_from_forks(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET))
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((host.strip("[]"), port))

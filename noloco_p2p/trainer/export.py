@@ -16,13 +16,15 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import ByT5Tokenizer, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
 from noloco_p2p.data.stream import BYTE_OFFSET
 from noloco_p2p.errors import CheckpointError, PushError, SettingsError
 from noloco_p2p.spec import ModelSpec, TrainerSpec
 from noloco_p2p.trainer.lora import has_adapters, merged_weights, save_adapters
 from noloco_p2p.trainer.model import build_on_meta, build_tokenizer, configure_for_export, quiet, save_config
+
+LOST = "lost+found"  # in every new file system
 
 
 def export_model(
@@ -81,19 +83,28 @@ class StageShards:
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder that is renamed to `folder` at the end, or removed on failure.
+    """Yield a temporary folder whose content is in `folder` at the end, or is removed on failure.
 
-    Raises SettingsError if `folder` exists and is not empty, and CheckpointError if it cannot be written.
+    A new folder appears atomically. An empty one that exists may be a link, mounted or the current one, so files are
+    moved into it, config.json last. Raises SettingsError as `check_export_folder` does, and CheckpointError if
+    something cannot be written.
     """
     check_export_folder(folder)
-    with temporary_folder(folder.parent, fault=f"the model cannot be exported to {folder}") as partial:
+    exists = folder.is_dir()
+    fault = f"the model cannot be exported to {folder}"
+    with temporary_folder(folder if exists else folder.parent, fault=fault) as partial:
         yield partial
-        for path in partial.iterdir():
-            path.chmod(0o644)
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        partial.chmod(0o755)
-        partial.rename(folder)  # replaces an empty folder, never a full one
+        for path in partial.rglob("*"):
+            path.chmod(0o755 if path.is_dir() else 0o644)
+            if path.is_file():
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+        if exists:
+            for path in sorted(partial.iterdir(), key=lambda path: path.name == CONFIG_NAME):
+                path.rename(folder / path.name)
+        else:
+            partial.chmod(0o755)
+            partial.rename(folder)
 
 
 @contextmanager
@@ -115,8 +126,14 @@ def temporary_folder(parent: Path, *, fault: str) -> Iterator[Path]:
 
 
 def check_export_folder(folder: Path) -> None:
-    """Raise SettingsError if an export to `folder` would overwrite something. Call this before any long work."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    """Raise SettingsError if an export to `folder` would overwrite something, or cannot be written.
+
+    Call this before any long work.
+    """
+    place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if place.is_dir() and not os.access(place, os.W_OK | os.X_OK):
+        raise SettingsError(f"cannot export to {folder}: this user may not write to {place}, or it is read-only")
+    if folder.exists() and (not folder.is_dir() or any(path.name != LOST for path in folder.iterdir())):
         raise SettingsError(
             f"{folder} already exists and is not an empty folder; choose another folder, because files are never "
             "overwritten"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ from noloco_p2p.data.documents import Fault, Faults
 from noloco_p2p.data.prefetch import Prefetcher
 from noloco_p2p.data.stream import TokenStream, validation_batches
 from noloco_p2p.devices import describe, empty_cache, peak_bytes
-from noloco_p2p.errors import CheckpointError, DataError, ModelError
+from noloco_p2p.errors import CheckpointError, DataError, ModelError, RankError
 from noloco_p2p.outer.checkpoint import Checkpoints
 from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.outer.noloco import NoLoCo
@@ -163,19 +164,27 @@ class TrainerBase:
         peer, metrics, settings = self.peer, self.peer.metrics, self.peer.settings
         last_step = None if settings.max_steps is None else metrics.step + settings.max_steps
         report_at_s = save_at_s = time.monotonic() + min(FIRST_REPORT_S, settings.report_every_s)
-        evaluated_step, every = metrics.step, self.spec.evaluate.every_steps
-        while metrics.step != last_step and not peer.leave_requested.is_set() and step():
-            now_s = time.monotonic()
-            if now_s >= report_at_s:
-                report_at_s = now_s + settings.report_every_s
-                measure()
-                self._report()
-            if now_s >= save_at_s:
-                save_at_s = now_s + settings.save_every_s
-                self.outer.save_in_background(done=partial(self._saved, step=metrics.step))
-            if metrics.step // every > evaluated_step // every:
-                evaluated_step = metrics.step
-                evaluate()
+        first_step = evaluated_step = metrics.step
+        every = self.spec.evaluate.every_steps
+        try:
+            while metrics.step != last_step and not peer.leave_requested.is_set() and step():
+                now_s = time.monotonic()
+                if now_s >= report_at_s:
+                    report_at_s = now_s + settings.report_every_s
+                    measure()
+                    self._report()
+                if now_s >= save_at_s:
+                    save_at_s = now_s + settings.save_every_s
+                    self.outer.save_in_background(done=partial(self._saved, step=metrics.step))
+                if metrics.step // every > evaluated_step // every:
+                    evaluated_step = metrics.step
+                    evaluate()
+        except BaseException as error:
+            # Without the other processes of this peer, its state cannot be collected.
+            if metrics.step > first_step and not isinstance(error, RankError) and self.outer.weights.looks_finite():
+                with suppress(Exception):
+                    self._save()
+            raise
 
     def _report(self) -> None:
         peer, metrics, norm = self.peer, self.peer.metrics, self.inner_step.gradient_norm

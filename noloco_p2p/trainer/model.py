@@ -195,10 +195,18 @@ def causal_lm_logits(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def configure_for_export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Configure the model for other programs, with the key-value cache that training disables."""
+    """Configure the model for other programs, with the key-value cache that training disables.
+
+    A model that was fine-tuned keeps its own end tokens, of which there can be several, if that of the tokenizer is
+    among them.
+    """
     model.config.use_cache = True
     for config in (model.config, model.generation_config):
-        config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
+        ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+        if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in ends:
+            config.eos_token_id = tokenizer.eos_token_id
+        if tokenizer.pad_token_id is not None:
+            config.pad_token_id = tokenizer.pad_token_id
 
 
 def save_config(model: PreTrainedModel, folder: Path) -> None:

@@ -28,7 +28,7 @@ ORDER = [
     {"spec"},
     {"telemetry"},
     {"dial_guard", "tcp"},
-    {"hosts", "rates", "peer_name", "atomic_file", "errors", "_version"},
+    {"hosts", "rates", "peer_name", "atomic_file", "errors", "forks", "_version"},
 ]
 RANK = {room: rank for rank, rooms in enumerate(ORDER) for room in rooms}
 PURE = [

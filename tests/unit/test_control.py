@@ -53,6 +53,16 @@ def test_an_unknown_verb_is_told_what_is_known(tmp_path: Path) -> None:
     }
 
 
+def test_a_request_that_fails_is_told_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with answering(tmp_path, {"status": lambda: {"loss": object()}}):
+            await asyncio.to_thread(ask, tmp_path, "status")
+
+    with pytest.raises(SettingsError, match="cannot answer: TypeError: Object of type object"):
+        asyncio.run(main())
+    assert "a request at the control socket failed" in caplog.text
+
+
 def test_the_socket_of_a_killed_peer_is_nobody_and_is_replaced(tmp_path: Path) -> None:
     assert ask(tmp_path, "status") is None
     assert ask(tmp_path / "nowhere", "status") is None
@@ -99,3 +109,32 @@ os._exit(control.is_held(folder))
         with pytest.raises(SettingsError, match=f"another peer is running in {tmp_path}"):
             hold(tmp_path)
     assert not is_held(tmp_path)
+
+
+LEFT_BEHIND = """
+import os, socket, sys, time
+from pathlib import Path
+from noloco_p2p.control import hold
+from noloco_p2p.net.proxy import _listening
+lock = hold(Path(sys.argv[1]))
+listener = _listening("127.0.0.1", 0)
+if os.fork() == 0:
+    time.sleep(60)
+print(listener.getsockname()[1], flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_the_forks_of_a_killed_peer_hold_neither_its_folder_nor_its_port(tmp_path: Path) -> None:
+    """A DataLoader with workers forks, and its workers live on for some seconds."""
+    with subprocess.Popen(
+        [sys.executable, "-c", LEFT_BEHIND, str(tmp_path)], stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as killed:
+        try:
+            assert killed.stdout
+            port = int(killed.stdout.readline())
+            assert killed.wait(PATIENCE_S) == -9
+            hold(tmp_path).close()
+            socket.create_server(("127.0.0.1", port)).close()
+        finally:
+            os.killpg(killed.pid, 9)

@@ -22,8 +22,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from tokenizers import Tokenizer, models
 from torch import Tensor
-from transformers import ByT5Tokenizer
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from noloco_p2p.data.documents import Document, Faults, Piece, is_held_out
 from noloco_p2p.data.hub import shard_source
@@ -104,6 +105,15 @@ def ids_of(document: Document) -> list[int]:
 def test_bytes_are_encoded_as_the_tokenizer_encodes_them(text: str) -> None:
     expected = TOKENIZER(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
     assert ids_of(Document(text, origin="")) == [*expected, END]
+
+
+def test_control_tokens_in_a_text_stay_text() -> None:
+    letters = {letter: number for number, letter in enumerate("abc<>/s", start=1)}
+    coder = Tokenizer(models.BPE(vocab=letters, merges=[]))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=coder, eos_token="</s>")
+    encode = make_encoder(DataSpec(tokenizer="own"), tokenizer, Faults())
+    [ids] = encode([Document("a</s>b", origin="")])
+    assert ids.tolist() == [*(letters[letter] for letter in "a</s>b"), tokenizer.eos_token_id]
 
 
 def test_token_ids_of_another_tokenizer_are_a_fault() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import logging
 import threading
@@ -17,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import ByT5Tokenizer
 
+from noloco_p2p.data import files
 from noloco_p2p.data.documents import Document, Fault, Faults, Piece, Row, Unavailable
 from noloco_p2p.data.reader import MAX_FAILURES, Place, Reader, Source
 from noloco_p2p.data.sources import open_source
@@ -64,6 +66,15 @@ def write_damaged_group(path: Path) -> None:
     path.write_bytes(content)
 
 
+def write_damaged_footer(path: Path) -> None:
+    """Write a file whose footer pyarrow reports with an OSError, as it reports a disk that fails."""
+    write_table(text=["a"] * 10)(path)
+    content = bytearray(path.read_bytes())
+    size = int.from_bytes(content[-8:-4], "little")
+    content[-8 - size : -8] = bytes(255 for _ in range(size))
+    path.write_bytes(content)
+
+
 def write_lines(*lines: str | bytes) -> Callable[[Path], object]:
     encoded = [line if isinstance(line, bytes) else line.encode() for line in lines]
     return lambda path: path.write_bytes(b"".join(line + b"\n" for line in encoded))
@@ -104,6 +115,7 @@ CASES: list[tuple[str, Callable[[Path], object], int, list[str]]] = [
     ("cut.jsonl.gz", write_truncated_gzip, 200, ["cannot be read: Compressed file ended before the end-of-stream"]),
     ("bad.txt", write_lines("first", b"\xff\xfe", "last"), 1, ["line 2: not UTF-8 text"]),
     ("bad.parquet", write_lines("no parquet at all"), 0, ["cannot be read: Parquet magic bytes"]),
+    ("footer.parquet", write_damaged_footer, 0, ["cannot be read: Couldn't deserialize thrift"]),
     ("group.parquet", write_damaged_group, 20, ["line 11: rows 11 to 20 cannot be read"]),
     ("field.parquet", write_table(body=["a"]), 0, [f"{NO_FIELD}; data.text_field"]),
 ]
@@ -120,6 +132,29 @@ def test_a_fault_has_file_line_and_reason_and_the_rest_is_read(
     for fault, message in zip(faults, messages, strict=True):
         assert str(fault).startswith(f"{tmp_path / name}")
         assert message in str(fault)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_kept"),
+    [(OSError(errno.ESTALE, "stale"), True), (OSError("a library's"), False), (KeyError("a parser's"), False)],
+)
+def test_an_unexpected_error_costs_one_file_at_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, is_kept: bool
+) -> None:
+    """An error of the system may pass, so the file is tried again. Others stay."""
+
+    def fail(path: Path, text_field: str) -> Any:
+        raise error
+
+    monkeypatch.setitem(files.KINDS, ".txt", fail)
+    piece = files.file_piece(tmp_path / "a.txt", "text")
+    if is_kept:
+        with pytest.raises(Unavailable, match="stale"):
+            list(piece.rows(0))
+    else:
+        [fault] = piece.rows(0)
+        assert isinstance(fault, Fault)
+        assert fault.rest
 
 
 def test_reading_a_damaged_group_from_any_row_gives_the_same_rows(tmp_path: Path) -> None:

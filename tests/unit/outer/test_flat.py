@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from noloco_p2p.errors import ModelError
-from noloco_p2p.outer.flat import FlatParameters, named_buffers
+from noloco_p2p.outer.flat import FlatParameters, check_values, named_buffers
 
 SIZES = st.lists(st.integers(0, 5), min_size=1, max_size=6).filter(any)
 
@@ -67,8 +67,12 @@ def holding(**tensors: Tensor) -> nn.Module:
     ids=lambda value: value.split(" is ")[-1] if isinstance(value, str) else "",
 )
 def test_a_model_that_cannot_be_kept_or_swapped_is_refused_by_name(model: nn.Module, message: str) -> None:
-    with pytest.raises(ModelError, match=message):
+    def check() -> None:
+        check_values(model)
         FlatParameters(model)
+
+    with pytest.raises(ModelError, match=message):
+        check()
 
 
 class Wrapper(nn.Module):

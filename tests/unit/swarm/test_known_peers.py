@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from noloco_p2p.dial_guard import DialGuard
+from noloco_p2p.errors import DirectoryError
 from noloco_p2p.swarm import directory
 from noloco_p2p.swarm.clock import CLOCK, DhtClock
-from noloco_p2p.swarm.directory import LOOKS_A_MINUTE, MEMORY_S, SwarmDirectory, must_stop
+from noloco_p2p.swarm.directory import LOOKS_A_MINUTE, MEMORY_S, SILENT_S, SwarmDirectory, must_stop
 from noloco_p2p.swarm.records import TTL_S, PeerRecord, decode_record, encode_record
 
 RUN = "ab" * 32
@@ -283,3 +285,26 @@ def test_of_two_starts_exactly_one_stops(at: int, other_at: int, key: str, other
     first = replace(OLD, started_at_ms=at, session_key=key)
     second = replace(OLD, started_at_ms=other_at, session_key=other_key)
     assert stops(first, *spoken(second)) + stops(second, *spoken(first)) == (1 if key != other_key else 0)
+
+
+def test_a_peer_that_cannot_announce_itself_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        node = Node()
+        made = directory_on(node, lambda: PeerRecord(ME.peer_id, "demo", RUN))
+        await made._beat()
+        works, made.node.store = made.node.store, refuse
+        for silent_s in (12.0, 27.0, 30.0):
+            made._announced_at_s = time.monotonic() - silent_s
+            with pytest.raises(DirectoryError):
+                await made._beat()
+            assert bool(made.fault) is (silent_s > SILENT_S)
+        made.node.store = works
+        await made._beat()
+        assert not made.fault
+
+    async def refuse(*values: object, **rest: object) -> None:
+        raise DirectoryError("no node stores it")
+
+    asyncio.run(main())
+    [warning] = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert "has not been able to announce itself for 27 s: no node stores it" in warning.message

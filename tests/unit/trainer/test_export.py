@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from noloco_p2p.errors import CheckpointError, SettingsError
 from noloco_p2p.spec import DataSpec, ModelSpec
-from noloco_p2p.trainer.export import export_model
-from noloco_p2p.trainer.model import build_model, build_tokenizer
+from noloco_p2p.trainer.export import check_export_folder, export_model
+from noloco_p2p.trainer.model import build_model, build_tokenizer, configure_for_export
 
 SMALL = ModelSpec(hidden_size=32, num_layers=1, num_heads=4, mlp_size=48)
 
@@ -70,6 +71,47 @@ def test_a_folder_with_something_in_it_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="not an empty folder"):
         export_model(model, tokenizer, tmp_path / "precious")
     assert [path.name for path in tmp_path.iterdir()] == ["precious"]
+
+
+@pytest.mark.parametrize("kind", ["plain", "link", "current", "volume"])
+def test_an_empty_folder_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """It may be mounted, so that nothing can be renamed to it, or be the only folder that may be written."""
+    real = tmp_path / "parent" / "real"
+    real.mkdir(parents=True)
+    before = real.stat().st_ino
+    if kind == "volume":
+        (real / "lost+found").mkdir()
+    folder = real
+    if kind == "link":
+        folder = tmp_path / "link"
+        folder.symlink_to(real)
+    elif kind == "current":
+        monkeypatch.chdir(real)
+        folder = Path()
+    export_model(build_model(SMALL, sequence_length=16), build_tokenizer(DataSpec()), folder)
+    assert real.stat().st_ino == before
+    assert (real / "model.safetensors").stat().st_mode & 0o777 == 0o644
+    assert not [path for path in (*real.iterdir(), *real.parent.iterdir()) if path.name.startswith(".")]
+
+
+def test_a_place_that_cannot_be_written_is_told_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write anywhere
+    with pytest.raises(SettingsError, match="may not write to"):
+        check_export_folder(tmp_path / "new" / "folder")
+
+
+@pytest.mark.parametrize(
+    ("ends", "pad", "expected"), [([1, 7], 5, ([1, 7], 0)), (1, None, (1, 0)), (9, None, (1, 0)), (None, None, (1, 0))]
+)
+def test_a_fine_tuned_model_keeps_its_end_tokens(ends: list[int] | int | None, pad: int | None, expected: Any) -> None:
+    model, tokenizer = build_model(SMALL, sequence_length=16), build_tokenizer(DataSpec())
+    for config in (model.config, model.generation_config):
+        config.eos_token_id, config.pad_token_id = ends, pad
+    configure_for_export(model, tokenizer)
+    for config in (model.config, model.generation_config):
+        assert (config.eos_token_id, config.pad_token_id) == expected
 
 
 def test_a_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

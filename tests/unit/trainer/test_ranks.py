@@ -168,7 +168,7 @@ def check_vector(ranks: Ranks) -> None:
         flat.write(start, other)
         flat.flush()
         vector[start:stop] = other
-        for part, place in flat.pieces(start, stop):
+        for part, place in flat.pieces(start, stop, is_written=True):
             part += other[place]
         flat.flush()
         vector[start:stop] += other
