@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Lines of Python without generated code, rounded up to 50. The first row holds the modules at the top of the package.
 BUDGETS = {
-    "noloco_p2p/*.py": 3_300,
+    "noloco_p2p/*.py": 3_350,
     "noloco_p2p/cli/**/*.py": 1_950,
     "noloco_p2p/codec/**/*.py": 700,
     "noloco_p2p/data/**/*.py": 1_400,
@@ -30,7 +30,7 @@ BUDGETS = {
     "noloco_p2p/trainer/**/*.py": 4_400,
     "noloco_p2p/transfer/**/*.py": 600,
     "benchmarks/**/*.py": 5_900,
-    "tests/**/*.py": 28_900,
+    "tests/**/*.py": 29_150,
 }
 
 
