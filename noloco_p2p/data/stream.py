@@ -308,7 +308,7 @@ def make_encoder(
             encoded = iter([np.frombuffer(text, np.uint8).astype(np.int32) + BYTE_OFFSET for text in texts])
         elif texts:
             plain = [text.decode() for text in texts]
-            options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+            options: dict[str, Any] = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
             rows = tokenizer(plain, split_special_tokens=True, **options)["input_ids"]
             encoded = iter([np.asarray(ids, np.int32) for ids in rows])
         else:

@@ -76,7 +76,7 @@ def test_a_terminal_that_closes_asks_the_peer_to_leave(tmp_path: Path) -> None:
         read_until_ticket(terminal)
         until(lambda: events(tmp_path, "report"), what="a report")
         os.close(terminal)
-        ended = until(lambda: (done := os.waitpid(pid, os.WNOHANG))[0] and done, what="the end of the peer")
+        ended = until(lambda: done if (done := os.waitpid(pid, os.WNOHANG))[0] else None, what="the end of the peer")
         check_end(tmp_path, os.waitstatus_to_exitcode(ended[1]))
     finally:
         with suppress(ProcessLookupError, ChildProcessError):
