@@ -126,7 +126,7 @@ class NoLoCo:
             afresh.
         save_every_s: The time between two checkpoints, which are also served to newcomers, in seconds. The first one
             contains the first inner step. A checkpoint is taken when the next inner step begins, so after a scheduler's
-            step. If 0, the caller must call `save`, and newcomers keep their own weights until it does.
+            step. If 0, the caller must call `save`, and newcomers wait until it does.
         checkpoints: The checkpoints to write and to resume from. If None, the last two are kept in the peer's folder
             for the run.
         meta: A function that is called for each checkpoint. It returns a dictionary of plain values that the caller
@@ -457,7 +457,8 @@ class NoLoCo:
             self._resume(self.resumed)
         elif not isinstance(resume, bool):
             self._load(resume)
-        elif manifest and target and self._take_fetched(target):
+        elif manifest and target:
+            self._load_fetched(target)
             self._place = {"progress": manifest.progress, "steps": 0}
             self.entered = True
         self._peer.metrics.progress = self._place["progress"]
@@ -504,13 +505,20 @@ class NoLoCo:
         A donor's digests prove only that the file arrived intact.
         """
         try:
-            self.weights.take(load_file(target))
-        except (CheckpointError, SafetensorError) as error:
-            log.error("cannot use the fetched state: %s; this peer continues with its own state", error)
+            self._load_fetched(target)
+        except CheckpointError as error:
+            log.error("%s; this peer continues with its own state", error)
             return False
-        finally:
-            target.unlink()
         return True
+
+    def _load_fetched(self, target: Path) -> None:
+        """Load a fetched state and remove the file. Raises CheckpointError if it is not a valid state."""
+        try:
+            self.weights.take(load_file(target))
+        except (CheckpointError, SafetensorError, OSError) as error:
+            raise CheckpointError(f"cannot use the fetched state: {error}") from None
+        finally:
+            target.unlink(missing_ok=True)
 
     def _resume(self, checkpoint: Checkpoint) -> None:
         position = saved_state.put_back(checkpoint, self.weights, self._model)
