@@ -7,7 +7,6 @@ The directory forgets a peer when its record expires, but an operator wants to k
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any
 
 from noloco_p2p.monitor.notices import WINDOW_S, notices
 from noloco_p2p.spec import MAX_STAGES
+from noloco_p2p.swarm.clock import DhtClock
 from noloco_p2p.swarm.directory import WHOLE_S, SwarmDirectory, find_somebody, reader
 from noloco_p2p.swarm.records import SERVING, TTL_S, PeerRecord
 from noloco_p2p.telemetry.metrics import FAILED, RECORDED
@@ -98,6 +98,7 @@ class Watcher:
         self.members: dict[str, Member] = {}
         self.meetings: deque[tuple[float, str, str]] = deque(maxlen=MAX_MEETINGS)
         self._ticket = ticket
+        self._clock = DhtClock()  # what this machine's clock said at the start, because a later jump must not count
         self._counts: Counter[str] = Counter()  # since this watcher was created
         self._window: deque[tuple[float, Counter[str]]] = deque()
 
@@ -106,7 +107,7 @@ class Watcher:
         return self.take(
             directory.records(),
             directory_age_s=directory.read_age_s(),
-            now_s=time.time(),
+            now_s=self._clock.now(),
             num_estimated=headcount.others if headcount.is_estimate else None,
         )
 

@@ -13,6 +13,7 @@ import logging
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -35,6 +36,7 @@ from noloco_p2p.outer.optimizer_state import InnerState, inner_state, is_skipped
 from noloco_p2p.outer.plain_values import packed
 from noloco_p2p.outer.weights import Weights
 from noloco_p2p.spec import Spec
+from noloco_p2p.telemetry.console import duration
 from noloco_p2p.telemetry.metrics import Metrics
 from noloco_p2p.transfer.donor import SavedState, describe_state
 
@@ -44,6 +46,7 @@ FETCHED_FILE = "fetched.safetensors"  # holds the state of a live peer until it 
 LOOK_S = 1.0  # shortest time between two looks at anything but swaps
 CLOSING_WAIT_S = 30.0  # for the next closing swap
 CLOSING_WAIT_STEPS = 20  # the same in inner steps, if that is longer
+MOST_RECOVERIES, RECOVERIES_S = 5, 3600.0  # from weights that are not finite; after more of them, training ends
 ANSWERING_S = 3.0  # without an offer, after which a peer that needs no more closing swaps stops answering
 
 
@@ -171,6 +174,7 @@ class NoLoCo:
         self._on_swap = on_swap
         self._saver = Saver()
         self._saved_at_s = -math.inf
+        self._recovered_s: deque[float] = deque()
         self._looked_at_s = -math.inf
         self._trainable = _trainable(model) if parameters is None else None  # FSDP temporarily replaces them
         self._place: Mapping[str, Any] = {"progress": 0.0, "steps": 0}
@@ -367,6 +371,9 @@ class NoLoCo:
             return False
         try:
             live, write = self._checkpoint()
+        except CheckpointError as error:
+            log.error("%s", error)
+            return False
         except Exception:  # of the caller's `meta`, which must not end training
             log.exception("the checkpoint of step %d could not be made", self.num_steps)
             return False
@@ -389,6 +396,8 @@ class NoLoCo:
 
         It writes them and the rest of the checkpoint, serves it to newcomers, and returns its folder.
         """
+        if not self.weights.looks_finite():
+            raise CheckpointError("the weights are not finite, so they are not saved (earlier checkpoints are intact)")
         live: dict[str, Mapping[str, Tensor]] = {}
         if buffers := saved_state.persistent_buffers(self._model):
             live[saved_state.BUFFERS_FILE] = buffers
@@ -477,7 +486,21 @@ class NoLoCo:
     def _recover(self) -> None:
         """Replace weights that are not finite by the state of a live peer, or by the newest checkpoint."""
         self._peer.metrics.diverged += 1
-        log.error("this peer's weights are not finite; replacing them by the state of a live peer or by a checkpoint")
+        now_s, advice = time.monotonic(), "use a lower learning rate, or look for NaN in the data"
+        while self._recovered_s and now_s - self._recovered_s[0] > RECOVERIES_S:
+            self._recovered_s.popleft()
+        if len(self._recovered_s) == MOST_RECOVERIES:
+            raise ModelError(
+                f"the weights became non-finite more than {MOST_RECOVERIES} times within {duration(RECOVERIES_S)}: "
+                f"{advice}; the last good checkpoint is intact"
+            )
+        self._recovered_s.append(now_s)
+        log.error(
+            "this peer's weights are not finite; replacing them by the state of a live peer or by a checkpoint%s",
+            f" ({len(self._recovered_s)} times in {duration(RECOVERIES_S)}, of at most {MOST_RECOVERIES}: {advice})"
+            if len(self._recovered_s) > 1
+            else "",
+        )
         target = self._peer.run_folder / FETCHED_FILE
         manifest = self._peer.membership.rescue(target=target)
         if manifest and self._take_fetched(target):

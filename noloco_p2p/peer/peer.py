@@ -258,7 +258,7 @@ class Peer:
 
     def status(self) -> dict[str, Any]:
         """Return the content of `noloco status`. docs/operators.md explains each key."""
-        net, status, now_s = self._network, self._network.status, time.time()
+        net, status, now_s = self._network, self._network.status, time.monotonic()
         net.count()
         reach, headcount = net.reachability.verdict(), net.directory.headcount()
         values, origins = self.settings.model_dump(mode="json"), self.settings.origins()

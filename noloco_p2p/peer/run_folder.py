@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +26,7 @@ T = TypeVar("T")
 SPEC_FILE = "spec.json"
 PORTS_FILE = "ports.json"
 INVITATION_FILE = "invitation"  # a secret
+MAX_CHANGES = 5  # named in a warning
 OWN_INVITATION_S = 365 * 86400.0  # validity of the invitation that the holder of the run key issues to itself
 
 
@@ -54,6 +56,35 @@ def write_run(spec: Spec, invitation: Invitation | None, folder: Path) -> None:
             write_atomically(folder / INVITATION_FILE, invitation.encode(), mode=0o600)
     except OSError as error:
         raise SettingsError(f"{path} cannot be written: {error.strerror}; use another --state-dir") from None
+
+
+def warn_if_edited(spec: Spec, state_dir: Path) -> None:
+    """Warn if this spec begins a new run although this machine has a run of the same name. Only a fork means to."""
+    if folder_of(state_dir, spec.run_id).exists():
+        return
+    for path in sorted(state_dir.glob(f"runs/{spec.name}-*/{SPEC_FILE}"), key=lambda each: -each.stat().st_mtime):
+        with suppress(OSError, ValueError, AttributeError):
+            before, now = _flat(json.loads(path.read_bytes())), _flat(json.loads(spec.canonical_json()))
+            changed = [key for key in sorted(now | before) if now.get(key) != before.get(key)]
+            if before["name"] != spec.name or "model.start" in changed:
+                continue
+            changes = ", ".join(f"{key} was {before.get(key)}, is {now.get(key)}" for key in changed[:MAX_CHANGES])
+            log.warning(
+                "the spec of %s was edited, so this is a new run, which starts from step 0: %s. To continue the run in "
+                "%s, undo the change; to start a run from its weights with a changed spec, use `noloco fork`",
+                spec.name,
+                changes + ", .." * (len(changed) > MAX_CHANGES),
+                path.parent,
+            )
+            return
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested fields by their dotted names."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
 
 
 def read_spec(ticket: Ticket, state_dir: Path) -> Spec | None:

@@ -409,4 +409,5 @@ class KeptChunks:
         except FileNotFoundError:
             return False
         is_same = [stat.st_size for stat in begun] == [self._num_bytes, DIGEST_BYTES * self._num_chunks]
-        return is_same and time.time() - begun[1].st_mtime < KEPT_FOR_S
+        age_s = time.time() - begun[1].st_mtime  # negative if the clock was ahead
+        return is_same and abs(age_s) < KEPT_FOR_S

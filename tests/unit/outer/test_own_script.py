@@ -11,9 +11,9 @@ import torch
 from harness.patience import PATIENCE_S
 from torch import nn
 
-from noloco_p2p.errors import ModelError, SettingsError
+from noloco_p2p.errors import CheckpointError, ModelError, SettingsError
 from noloco_p2p.outer.checkpoint import Checkpoints
-from noloco_p2p.outer.noloco import NoLoCo
+from noloco_p2p.outer.noloco import MOST_RECOVERIES, NoLoCo
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.peers import MemorySwarm
 
@@ -106,3 +106,43 @@ def test_a_script_that_ends_waits_for_its_checkpoint(tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert Checkpoints(tmp_path).newest() is not None
+
+
+def test_weights_that_diverge_again_and_again_end_training_with_advice(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make_model()
+    with MemorySwarm(SPEC) as swarm:
+        outer = NoLoCo(model, None, swarm.peer("a", run_folder=tmp_path), save_every_s=0)
+        outer.save()
+
+        def diverge() -> None:
+            for param in model.parameters():
+                param.data.fill_(torch.nan)
+            outer._looked_at_s = 0.0  # it looks once a second
+            outer.step()
+
+        for number in range(1, MOST_RECOVERIES + 1):
+            diverge()
+            assert outer.weights.looks_finite()
+            assert len(caplog.records) == number
+        assert "learning rate" not in caplog.records[0].message
+        assert "use a lower learning rate, or look for NaN in the data" in caplog.records[1].message
+        with pytest.raises(ModelError, match=r"times within .*: use a lower learning rate"):
+            diverge()
+
+
+def test_weights_that_are_not_finite_replace_no_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = make_model()
+    with MemorySwarm(SPEC) as swarm:
+        outer = NoLoCo(model, None, swarm.peer("a", run_folder=tmp_path), save_every_s=0)
+        saved = outer.save()
+        for param in model.parameters():
+            param.data.fill_(torch.nan)
+        with pytest.raises(CheckpointError, match="not finite"):
+            outer.save()
+        assert not outer.save_in_background()
+        assert "the weights are not finite, so they are not saved" in caplog.text
+        found = Checkpoints(tmp_path / "checkpoints").newest()
+        assert found is not None
+        assert found.path == saved

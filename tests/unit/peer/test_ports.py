@@ -8,7 +8,8 @@ import pytest
 
 from noloco_p2p.errors import SettingsError
 from noloco_p2p.peer.peer import resolve
-from noloco_p2p.peer.run_folder import Ports, remembered_ports
+from noloco_p2p.peer.run_folder import Ports, folder_of, remembered_ports, warn_if_edited, write_run
+from noloco_p2p.presets import PRESETS
 from noloco_p2p.settings import PeerSettings
 
 
@@ -21,3 +22,21 @@ def test_the_ports_of_a_running_peer_are_known_from_its_folder(tmp_path: Path) -
 def test_a_missing_target_is_named() -> None:
     with pytest.raises(SettingsError, match="a spec, the path of a spec file, or a ticket"):
         resolve(None)
+
+
+def test_an_edited_spec_is_told_with_what_was_changed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    spec = PRESETS["tiny"]
+    edited = spec.with_changes({"outer.alpha": 0.25})
+    fork = spec.with_changes({"outer.alpha": 0.25, "model.start": f"blake3:{'0' * 64}"})
+    warn_if_edited(spec, tmp_path)
+    write_run(spec, None, folder_of(tmp_path, spec.run_id))
+    for other in (spec, fork, spec.with_changes({"name": f"{spec.name}-2"})):
+        warn_if_edited(other, tmp_path)
+    assert not caplog.text
+    warn_if_edited(edited, tmp_path)
+    assert "outer.alpha was" in caplog.text
+    assert "noloco fork" in caplog.text
+    write_run(edited, None, folder_of(tmp_path, edited.run_id))
+    caplog.clear()
+    warn_if_edited(edited, tmp_path)
+    assert not caplog.text, "it is told once"
