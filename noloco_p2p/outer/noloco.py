@@ -161,6 +161,9 @@ class NoLoCo:
         parameters: FlatParameters | None = None,
         follows_caller: bool = False,
     ) -> None:
+        for name, function in (("meta", meta), ("on_swap", on_swap)):
+            if not callable(function):
+                raise SettingsError(f"{name} must be a function, but it is a {type(function).__name__}")
         self.spec = peer.spec
         self.entered = False
         self.resumed: Checkpoint | None = None
@@ -215,7 +218,9 @@ class NoLoCo:
 
     @progress.setter
     def progress(self, progress: float) -> None:
-        self._mixing.progress = progress
+        if math.isnan(number := float(progress)):
+            raise SettingsError("the position in the schedule is a number from 0 to 1, so it cannot be NaN")
+        self._mixing.progress = min(1.0, max(0.0, number))
 
     def hold_progress(self) -> None:
         """Let the caller set `progress` from now on. Steps and swaps no longer change it."""

@@ -26,6 +26,8 @@ T = TypeVar("T")
 SPEC_FILE = "spec.json"
 PORTS_FILE = "ports.json"
 INVITATION_FILE = "invitation"  # a secret
+NUMBER_FILE = "first-number"
+NUMBERS_USED = 10**10  # more than a head uses in a year
 MAX_CHANGES = 5  # named in a warning
 OWN_INVITATION_S = 365 * 86400.0  # validity of the invitation that the holder of the run key issues to itself
 
@@ -56,6 +58,23 @@ def write_run(spec: Spec, invitation: Invitation | None, folder: Path) -> None:
             write_atomically(folder / INVITATION_FILE, invitation.encode(), mode=0o600)
     except OSError as error:
         raise SettingsError(f"{path} cannot be written: {error.strerror}; use another --state-dir") from None
+
+
+def first_number(run_folder: Path) -> int:
+    """Return the number of a head's first microbatch, above all that it has used before, as replicas refuse others.
+
+    It is the time in milliseconds, unless the clock of this machine was ahead at an earlier start.
+    """
+    path, number, before = run_folder / NUMBER_FILE, int(1000 * time.time()), 0
+    with suppress(OSError, ValueError):
+        before = int(path.read_text())
+    if before >= number:
+        number = before + NUMBERS_USED
+    try:
+        write_atomically(path, str(number).encode())
+    except OSError as error:
+        log.warning("the numbers of microbatches could not be saved for the next start: %s", error)
+    return number
 
 
 def warn_if_edited(spec: Spec, state_dir: Path) -> None:
@@ -115,11 +134,16 @@ def find_invitation(target: Spec | Ticket, settings: PeerSettings) -> Invitation
             raise SettingsError(f"--run-key {settings.run_key}: this is not the run key that the run spec names")
         found = invite(key, expires_at_s=time.time() + OWN_INVITATION_S, seed=os.urandom(32))
     else:
+        path = folder_of(settings.state_dir, target.run_id) / INVITATION_FILE
         try:
-            found = Invitation.decode((folder_of(settings.state_dir, target.run_id) / INVITATION_FILE).read_bytes())
-        except OSError:
+            found = Invitation.decode(path.read_bytes())
+        except FileNotFoundError:
             raise SettingsError(
                 f"the run {target.name} is private: join with a ticket, or with --run-key FILE if you have its key"
+            ) from None
+        except OSError as error:
+            raise SettingsError(
+                f"the invitation {path} cannot be read: {error.strerror}; repair the access to it"
             ) from None
     if found:
         found.check_time(time.time())

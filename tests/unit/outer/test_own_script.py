@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -146,3 +148,21 @@ def test_weights_that_are_not_finite_replace_no_checkpoint(tmp_path: Path, caplo
         found = Checkpoints(tmp_path / "checkpoints").newest()
         assert found is not None
         assert found.path == saved
+
+
+@pytest.mark.parametrize("wrong", [{"meta": {"scheduler": 1}}, {"on_swap": None}])
+def test_what_is_no_function_is_refused_before_training(wrong: dict[str, Any], tmp_path: Path) -> None:
+    with MemorySwarm(SPEC) as swarm, pytest.raises(SettingsError, match=f"{next(iter(wrong))} must be a function"):
+        NoLoCo(make_model(), None, swarm.peer("a", run_folder=tmp_path), **wrong)
+
+
+def test_a_position_that_a_script_sets_is_one_that_other_peers_can_use(tmp_path: Path) -> None:
+    with MemorySwarm(SPEC) as swarm:
+        outer = NoLoCo(make_model(), None, swarm.peer("a", run_folder=tmp_path), save_every_s=0)
+        cases: list[tuple[Any, float]] = [(torch.tensor(0.25), 0.25), (1 + 1e-9, 1.0), (-0.5, 0.0)]
+        for told, used in cases:
+            outer.progress = told
+            assert type(outer.progress) is float
+            assert outer.progress == used
+        with pytest.raises(SettingsError, match="NaN"):
+            outer.progress = math.nan
