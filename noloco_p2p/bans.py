@@ -48,6 +48,7 @@ class BanList:
         self._bans: dict[str, Ban] = {}
         self._strikes: dict[str, tuple[float, float]] = {}  # peer id -> (strikes, time of the last one)
         self._stamp: tuple[int, int] | None = None
+        self._fault = ""  # why the file cannot be read
         self._looked_at_s = -LOOK_AGAIN_S
 
     def why(self, peer_id: str) -> str:
@@ -59,7 +60,7 @@ class BanList:
     def all(self) -> dict[str, Ban]:
         """Return the bans that are in effect now, by peer id."""
         now_s = self._clock()
-        if now_s - self._looked_at_s >= LOOK_AGAIN_S:
+        if abs(now_s - self._looked_at_s) >= LOOK_AGAIN_S:  # the clock may be set back
             self._looked_at_s = now_s
             if (stamp := self._stamp_of_file()) != self._stamp:
                 self._stamp, self._bans = stamp, self._read()
@@ -93,7 +94,7 @@ class BanList:
         """
         now_s = self._clock()
         strikes, counted_s = self._strikes.pop(peer_id, (0.0, now_s))
-        strikes = strikes * 0.5 ** ((now_s - counted_s) / STRIKE_HALF_LIFE_S) + 1.0
+        strikes = strikes * 0.5 ** (max(0.0, now_s - counted_s) / STRIKE_HALF_LIFE_S) + 1.0
         self._strikes[peer_id] = (strikes, now_s)
         while len(self._strikes) > MAX_BANS:
             del self._strikes[next(iter(self._strikes))]
@@ -106,16 +107,20 @@ class BanList:
                 log.warning("%s", error)
 
     def _read(self) -> dict[str, Ban]:
+        self._fault = ""
         try:
             values: Any = json.loads(self._path.read_text(encoding="utf-8"))
             return {peer: Ban(str(ban["reason"]), float(ban["until_s"])) for peer, ban in values.items()}
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            log.warning("%s: the ban list cannot be read: %s", self._path, error)
+            self._fault = f"{self._path}: the ban list cannot be read: {error}; repair the file, or move it away"
+            log.warning("%s", self._fault)
             return self._bans
 
     def _save(self) -> None:
+        if self._fault:  # writing would delete what it contains
+            raise SettingsError(self._fault)
         values = {peer: asdict(ban) for peer, ban in self._bans.items()}
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,9 @@ The spec holds the settings that all peers of a run share.
 
 from __future__ import annotations
 
+import difflib
 import ipaddress
+import logging
 import os
 import re
 import tomllib
@@ -23,6 +25,8 @@ from noloco_p2p import peer_name
 from noloco_p2p.errors import SettingsError
 from noloco_p2p.spec import HUB_NAME, describe, field
 
+log = logging.getLogger(__name__)
+
 DEFAULT_PORT = 31337
 LAST_PORT = 65535
 MULTIADDR = re.compile(r"/[!-~]+/p2p/[1-9A-HJ-NP-Za-km-z]{40,64}")
@@ -33,6 +37,14 @@ RATE_UNITS = {"k": 1e3, "m": 1e6, "g": 1e9}
 # 2 Mbit/s; below that, two swaps and two newcomers cannot each transfer a chunk within 15 s.
 MIN_RATE_BYTES_PER_S = 250_000
 ENVIRONMENT_PREFIX = "NOLOCO_"
+# Variables of the files in docker/ and of the tests.
+OTHER_VARIABLES = frozenset(
+    f"{ENVIRONMENT_PREFIX}{name}"
+    for name in (
+        *("IMAGE", "PROMETHEUS", "RENDER_GID", "ROCM_IMAGE", "SPEC", "TARGET", "TICKET", "WEB"),
+        *("SCREENSHOTS", "UPDATE_API"),
+    )
+)
 DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
 DEVICES = "auto, cpu, cuda:N (NVIDIA, AMD) or mps (Apple)"
 
@@ -345,6 +357,12 @@ class PeerSettings(BaseModel):
 
 def _from_environment(model: type[PeerSettings]) -> dict[str, str]:
     variables = {name: ENVIRONMENT_PREFIX + name.upper() for name in model.model_fields}
+    for variable in sorted(os.environ.keys() - {*variables.values(), *OTHER_VARIABLES}):
+        prefix, name = variable[: len(ENVIRONMENT_PREFIX)].upper(), variable[len(ENVIRONMENT_PREFIX) :].lower()
+        if prefix == ENVIRONMENT_PREFIX:
+            meant = [variables[close] for close in difflib.get_close_matches(name, variables, n=1)]
+            remedy = f"did you mean {meant[0]}?" if meant else "docs/reference.md lists all settings"
+            log.warning("the environment variable %s is ignored, because it is not a setting: %s", variable, remedy)
     return {name: os.environ[variable] for name, variable in variables.items() if variable in os.environ}
 
 

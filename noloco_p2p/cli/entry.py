@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import time
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from noloco_p2p.spec import TrainerSpec
     from noloco_p2p.ticket import Ticket
 
+log = logging.getLogger(__name__)
+
 # The longest time that a bootstrap node or a first peer, started at the same moment, takes to write its file.
 FILE_TIMEOUT_S = 120.0
 POLL_S = 0.2
@@ -30,7 +33,9 @@ def resolve(text: str, *, timeout_s: float = FILE_TIMEOUT_S) -> str:
     """
     if not text.startswith("@"):
         return text
-    path, until_s = Path(text[1:]), time.monotonic() + timeout_s
+    path, until_s, has_said = Path(text[1:]), time.monotonic() + timeout_s, False
+    if not path.absolute().parent.is_dir():
+        raise SettingsError(f"{text}: the folder {path.absolute().parent} does not exist; check the path after the @")
     while True:
         try:
             if path.stat().st_size > MAX_FILE_BYTES:
@@ -47,6 +52,11 @@ def resolve(text: str, *, timeout_s: float = FILE_TIMEOUT_S) -> str:
         if time.monotonic() > until_s:
             raise SettingsError(
                 f"{text}: the file was not written within {timeout_s:.0f} s; is the peer that writes it running?"
+            )
+        if not has_said:
+            has_said = True
+            log.warning(
+                "waiting up to %.0f s for %s to be written; check the path if nothing writes it", timeout_s, path
             )
         time.sleep(POLL_S)
 

@@ -151,11 +151,10 @@ def _train(
 
         _say(f"pushing {checkpoint} to the hub")
         _say(f"pushed to {push(checkpoint, settings.push_to_hub)}")
-    _say(
-        "left; run the same command to resume"
-        if checkpoint
-        else "left without a final checkpoint because of the error above"
-    )
+    if checkpoint is None:
+        _say("left without a final checkpoint because of the error above")
+        raise typer.Exit(1)
+    _say("left; run the same command to resume")
 
 
 def _follow(own: OwnRank, settings: PeerSettings) -> None:

@@ -71,7 +71,10 @@ def status_lines(reply: dict[str, Any]) -> list[str]:
         "why": reply["paused_because"],
         "stage": _stage(reply),
         "now": progress_line(reply["doing"]) if reply["doing"] else "",
-        "swarm": f"{others}; this peer announces {reply['address']}",
+        "swarm": f"{others}; this peer "
+        + (
+            f"announces {reply['address']}" if reply["is_announced"] else "cannot announce itself, see the line `fault`"
+        ),
         "reach": f"{reply['reach']['state']}: {reply['reach']['sentence']}"
         + (f"\nneighbours: {', '.join(f'{number} {way}' for way, number in ways)}" if ways else ""),
         "swaps": f"{reply['swaps']} ({reply['swaps_per_min']:.1f}/min, {percent(reply['link_use'])} of the link)"

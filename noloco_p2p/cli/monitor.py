@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import signal
 import sys
 from collections.abc import Callable
@@ -13,17 +14,23 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from noloco_p2p.cli.entry import resolve
-from noloco_p2p.cli.options import Json, print_json
+from noloco_p2p.cli.options import Json, print_json, takes_settings
+from noloco_p2p.control import ask
 from noloco_p2p.errors import SettingsError
+from noloco_p2p.settings import PeerSettings
 from noloco_p2p.telemetry.console import terminal
 
 if TYPE_CHECKING:
     from noloco_p2p.monitor.tables import Choice
     from noloco_p2p.ticket import Ticket
 
+log = logging.getLogger(__name__)
+
+OWN_S = 2.0  # for the answer of the peer on this machine
 DEFAULT_WEB = "127.0.0.1:8080"
 
 
+@takes_settings("state_dir")
 def monitor(
     ticket: str = typer.Argument(..., help="A ticket for the run, or @FILE containing one."),
     watch: bool = typer.Option(False, "--watch", help="Keep updating until Ctrl-C."),
@@ -38,6 +45,8 @@ def monitor(
         "", "--filter", metavar="TEXT", help="Show only peers whose id, name, state, partner or version contains TEXT."
     ),
     as_json: Json = False,
+    *,
+    settings: PeerSettings,
 ) -> None:
     """Show the whole swarm, based only on the records in the DHT."""
     from noloco_p2p.ticket import Ticket
@@ -51,16 +60,26 @@ def monitor(
 
     from noloco_p2p.monitor.tables import Choice, plain, view
 
+    def own_fault() -> str:
+        """Return why the peer on this machine cannot announce itself, because others cannot know. "" if it can."""
+        with suppress(SettingsError):
+            reply = ask(settings.state_dir, "status", timeout_s=OWN_S)
+            if reply and reply.get("spec_digest") == entry.spec_digest and not reply.get("is_announced", True):
+                return reply["last_fault"]
+        return ""
+
+    if fault := own_fault():
+        log.warning("%s", fault)
     choice = Choice(sort, words, descending)
     if web:
-        uvloop.run(_serve(entry, listen or DEFAULT_WEB))
+        uvloop.run(_serve(entry, listen or DEFAULT_WEB, own_fault))
         return
     if watch:
-        uvloop.run(_watch(entry, choice, interval_s, as_json=as_json))
+        uvloop.run(_watch(entry, choice, interval_s, own_fault, as_json=as_json))
         return
     from noloco_p2p.monitor.watcher import snapshot
 
-    swarm = uvloop.run(snapshot(entry))
+    swarm = uvloop.run(snapshot(entry, own_fault))
     if as_json:
         print_json(swarm)
     elif sys.stdout.isatty():
@@ -70,13 +89,15 @@ def monitor(
         print("\n".join(plain(swarm, choice)))
 
 
-async def _watch(entry: Ticket, choice: Choice, interval_s: float, *, as_json: bool) -> None:
+async def _watch(
+    entry: Ticket, choice: Choice, interval_s: float, own_fault: Callable[[], str], *, as_json: bool
+) -> None:
     from noloco_p2p.monitor.tables import plain
     from noloco_p2p.monitor.watcher import Watcher
     from noloco_p2p.swarm.directory import find_somebody, reader
 
     console = terminal()
-    watcher = Watcher(entry)
+    watcher = Watcher(entry, own_fault)
     async with reader(entry) as directory:
         if console.is_terminal and not as_json:
             print(f"looking for live peers of run {entry.run_name}", flush=True)
@@ -113,7 +134,8 @@ async def _draw(console: Any, choice: Choice, interval_s: float, look: Callable[
     console.print(headlines(swarm)[0], markup=False, highlight=False)
 
 
-async def _serve(entry: Ticket, listen: str) -> None:
+async def _serve(entry: Ticket, listen: str, own_fault: Callable[[], str]) -> None:
+    from noloco_p2p.monitor.watcher import Watcher
     from noloco_p2p.monitor.web import serve
     from noloco_p2p.settings import split_address
     from noloco_p2p.swarm.directory import find_somebody, reader
@@ -130,4 +152,6 @@ async def _serve(entry: Ticket, listen: str) -> None:
         async with reader(entry) as directory:
             print(f"looking for live peers of run {entry.run_name}", flush=True)
             await find_somebody(entry, directory)
-            await serve(entry, directory, host=host, port=port, say=lambda line: print(line, flush=True))
+            await serve(
+                Watcher(entry, own_fault), directory, host=host, port=port, say=lambda line: print(line, flush=True)
+            )

@@ -86,7 +86,7 @@ def as_tensor(payload: bytes | memoryview, expected_bytes: int, *, name: str) ->
             f"the {name} payload must have {expected_bytes} bytes, but it has {view.nbytes}; discard it"
         )
     if not view.nbytes:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     # Read-only memory is copied because torch warns about it. For bf16, the copy takes 11 us.
     return torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)
 

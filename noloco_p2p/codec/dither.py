@@ -34,7 +34,9 @@ def fill_dither(out: Tensor, *, scratch: Tensor, seed: int, block_index: int) ->
     """
     factor, offset = block_numbers(seed, block_index)
     words = _words(out.device)[: out.numel()]
-    torch.add(torch.tensor(offset, dtype=torch.int32), words, alpha=factor, out=scratch)  # int32 wraps on every device
+    torch.add(
+        torch.tensor(offset, dtype=torch.int32, device="cpu"), words, alpha=factor, out=scratch
+    )  # int32 wraps on every device
     out.copy_(scratch).mul_(2.0**-32)
 
 

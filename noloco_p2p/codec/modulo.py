@@ -201,7 +201,7 @@ def _unpacked(packed: bytes | memoryview, num_elements: int, *, bits: int) -> Te
     Only the lowest `bits` bits of each residue are defined.
     """
     if not num_elements:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     residues = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
     return torch.cat([residues, *(residues >> place for place in range(bits, 8, bits))])[:num_elements]
 

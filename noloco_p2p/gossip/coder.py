@@ -53,8 +53,12 @@ class Coder:
         self.units = units
         self.plain: Codec = get_codec(BESIDE_MODULO if codec == MODULO else codec)
         self.passes: tuple[ModuloCodec, ...] = MODULO_CODECS if codec == MODULO else ()
-        self._distances = torch.zeros(units.num_blocks)  # root mean square of the last difference of each block
-        self._magnitudes = torch.zeros(units.num_blocks)  # largest value in each block at that time
+        self._distances = torch.zeros(
+            units.num_blocks, dtype=torch.float32, device="cpu"
+        )  # root mean square of the last difference of each block
+        self._magnitudes = torch.zeros(
+            units.num_blocks, dtype=torch.float32, device="cpu"
+        )  # largest value in each block at that time
 
     def propose(self, part: Slice) -> bytes:
         """Return the exponents of the grid that this peer proposes for a slice, or nothing if there is no grid."""
@@ -94,7 +98,7 @@ class Coding:
         self._halves: dict[int, Callable[[], Tensor]] = {}  # decodes the half-difference of a chunk that arrived
         self._sent: dict[int, Payload] = {}
         self._earlier: dict[int, bytes] = {}
-        self._distances, self._magnitudes = torch.zeros(len(self._blocks)), torch.zeros(len(self._blocks))
+        self._distances, self._magnitudes = torch.zeros(2, len(self._blocks), dtype=torch.float32, device="cpu")
 
     def num_bytes(self, number: int, indices: Sequence[int]) -> int:
         """Return the size of pass `number` (from 0) with these chunks."""

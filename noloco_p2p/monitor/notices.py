@@ -35,15 +35,16 @@ def notices(
     lately: Mapping[str, int],
     directory_age_s: float,
     num_estimated: int | None = None,
+    own_fault: str = "",
 ) -> list[dict[str, str]]:
     """Return the notices, each with its level ("bad", "warn" or "info") and its text, with the worst first.
 
     `lately` has the number of swaps in the last WINDOW_S. `num_estimated` is the estimated number of peers
-    of a swarm that has not been read completely.
+    of a swarm that has not been read completely. `own_fault` is why the peer on this machine cannot announce itself.
     """
     living = [row for row in rows if is_living(row)]
     told: dict[str, Iterable[str]] = {
-        "bad": _broken(stages, living, directory_age_s),
+        "bad": (*([f"On this machine, {own_fault}."] if own_fault else []), *_broken(stages, living, directory_age_s)),
         "warn": (*_lost(rows), *_swapping([row for row in living if is_training(row)], lately)),
         "info": _remarks(living, num_estimated),
     }

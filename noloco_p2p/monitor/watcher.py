@@ -7,9 +7,8 @@ The directory forgets a peer when its record expires, but an operator wants to k
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from statistics import fmean
@@ -17,6 +16,7 @@ from typing import Any
 
 from noloco_p2p.monitor.notices import WINDOW_S, notices
 from noloco_p2p.spec import MAX_STAGES
+from noloco_p2p.swarm.clock import DhtClock
 from noloco_p2p.swarm.directory import WHOLE_S, SwarmDirectory, find_somebody, reader
 from noloco_p2p.swarm.records import SERVING, TTL_S, PeerRecord
 from noloco_p2p.telemetry.metrics import FAILED, RECORDED
@@ -91,13 +91,16 @@ class Watcher:
     """Observes one run. Each `look` reads the current records of the directory, and returns a summary.
 
     `members` are the peers that have been seen. `meetings` are swaps between two peers: the Unix time at which a peer
-    first reported the swap, the peer, and its partner.
+    first reported the swap, the peer, and its partner. `own_fault` returns why the peer on this machine cannot announce
+    itself, or "".
     """
 
-    def __init__(self, ticket: Ticket) -> None:
+    def __init__(self, ticket: Ticket, own_fault: Callable[[], str] = str) -> None:
         self.members: dict[str, Member] = {}
         self.meetings: deque[tuple[float, str, str]] = deque(maxlen=MAX_MEETINGS)
         self._ticket = ticket
+        self._own_fault = own_fault
+        self._clock = DhtClock()  # what this machine's clock said at the start, because a later jump must not count
         self._counts: Counter[str] = Counter()  # since this watcher was created
         self._window: deque[tuple[float, Counter[str]]] = deque()
 
@@ -106,8 +109,9 @@ class Watcher:
         return self.take(
             directory.records(),
             directory_age_s=directory.read_age_s(),
-            now_s=time.time(),
+            now_s=self._clock.now(),
             num_estimated=headcount.others if headcount.is_estimate else None,
+            own_fault=self._own_fault(),
         )
 
     def take(
@@ -117,6 +121,7 @@ class Watcher:
         directory_age_s: float,
         now_s: float,
         num_estimated: int | None = None,
+        own_fault: str = "",
     ) -> dict[str, Any]:
         """Take the records and their ages, and return a summary of the swarm as JSON values.
 
@@ -148,7 +153,12 @@ class Watcher:
             },
             "stages": stages,
             "notices": notices(
-                rows, stages=stages, lately=lately, directory_age_s=directory_age_s, num_estimated=num_estimated
+                rows,
+                stages=stages,
+                lately=lately,
+                directory_age_s=directory_age_s,
+                num_estimated=num_estimated,
+                own_fault=own_fault,
             ),
             "peers": rows,
         }
@@ -198,10 +208,10 @@ def stage_rows(living: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(found, key=lambda row: (row["capacity"], row["stage"]))
 
 
-async def snapshot(ticket: Ticket) -> dict[str, Any]:
+async def snapshot(ticket: Ticket, own_fault: Callable[[], str] = str) -> dict[str, Any]:
     """Read the swarm once, and return its summary. Raises Unreachable if no peer of the run is found."""
     async with reader(ticket) as directory:
         await find_somebody(ticket, directory)
         await asyncio.sleep(SETTLE_S)
         await directory.wait_until_whole(WHOLE_S)
-        return Watcher(ticket).look(directory)
+        return Watcher(ticket, own_fault).look(directory)

@@ -34,7 +34,6 @@ from noloco_p2p.swarm.directory import SwarmDirectory
 from noloco_p2p.telemetry.http import serving
 from noloco_p2p.telemetry.prometheus import CONTENT_TYPE, swarm_page
 from noloco_p2p.telemetry.totals import TOTALS, is_living
-from noloco_p2p.ticket import Ticket
 
 log = logging.getLogger(__name__)
 
@@ -209,9 +208,10 @@ async def _with_headers(request: Request, answer: RequestResponseEndpoint) -> Re
     return response
 
 
-async def serve(ticket: Ticket, directory: SwarmDirectory, *, host: str, port: int, say: Callable[[str], None]) -> None:
+async def serve(
+    watcher: Watcher, directory: SwarmDirectory, *, host: str, port: int, say: Callable[[str], None]
+) -> None:
     """Serve the page until the task is cancelled. Raises SettingsError if the address cannot be used."""
-    watcher = Watcher(ticket)
     swarm = LiveSwarm(watcher.meetings)
     swarm.show(watcher.look(directory))
     async with serving(app(swarm), host=host, port=port, flag="--listen") as actual_port:

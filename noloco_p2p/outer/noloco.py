@@ -13,6 +13,7 @@ import logging
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -35,6 +36,7 @@ from noloco_p2p.outer.optimizer_state import InnerState, inner_state, is_skipped
 from noloco_p2p.outer.plain_values import packed
 from noloco_p2p.outer.weights import Weights
 from noloco_p2p.spec import Spec
+from noloco_p2p.telemetry.console import duration
 from noloco_p2p.telemetry.metrics import Metrics
 from noloco_p2p.transfer.donor import SavedState, describe_state
 
@@ -44,6 +46,7 @@ FETCHED_FILE = "fetched.safetensors"  # holds the state of a live peer until it 
 LOOK_S = 1.0  # shortest time between two looks at anything but swaps
 CLOSING_WAIT_S = 30.0  # for the next closing swap
 CLOSING_WAIT_STEPS = 20  # the same in inner steps, if that is longer
+MOST_RECOVERIES, RECOVERIES_S = 5, 3600.0  # from weights that are not finite; after more of them, training ends
 ANSWERING_S = 3.0  # without an offer, after which a peer that needs no more closing swaps stops answering
 
 
@@ -126,7 +129,7 @@ class NoLoCo:
             afresh.
         save_every_s: The time between two checkpoints, which are also served to newcomers, in seconds. The first one
             contains the first inner step. A checkpoint is taken when the next inner step begins, so after a scheduler's
-            step. If 0, the caller must call `save`, and newcomers keep their own weights until it does.
+            step. If 0, the caller must call `save`, and newcomers wait until it does.
         checkpoints: The checkpoints to write and to resume from. If None, the last two are kept in the peer's folder
             for the run.
         meta: A function that is called for each checkpoint. It returns a dictionary of plain values that the caller
@@ -158,6 +161,9 @@ class NoLoCo:
         parameters: FlatParameters | None = None,
         follows_caller: bool = False,
     ) -> None:
+        for name, function in (("meta", meta), ("on_swap", on_swap)):
+            if not callable(function):
+                raise SettingsError(f"{name} must be a function, but it is a {type(function).__name__}")
         self.spec = peer.spec
         self.entered = False
         self.resumed: Checkpoint | None = None
@@ -172,6 +178,7 @@ class NoLoCo:
         self._on_swap = on_swap
         self._saver = Saver()
         self._saved_at_s = -math.inf
+        self._recovered_s: deque[float] = deque()
         self._looked_at_s = -math.inf
         self._trainable = _trainable(model) if parameters is None else None  # FSDP temporarily replaces them
         self._place: Mapping[str, Any] = {"progress": 0.0, "steps": 0}
@@ -212,7 +219,9 @@ class NoLoCo:
 
     @progress.setter
     def progress(self, progress: float) -> None:
-        self._mixing.progress = progress
+        if math.isnan(number := float(progress)):
+            raise SettingsError("the position in the schedule is a number from 0 to 1, so it cannot be NaN")
+        self._mixing.progress = min(1.0, max(0.0, number))
 
     def hold_progress(self) -> None:
         """Let the caller set `progress` from now on. Steps and swaps no longer change it."""
@@ -371,7 +380,11 @@ class NoLoCo:
         except Exception:  # of the caller, which must not end training
             log.exception("the checkpoint of step %d could not be made", self.num_steps)
             return False
-        live, write = self._checkpoint(meta)
+        try:
+            live, write = self._checkpoint(meta)
+        except CheckpointError as error:
+            log.error("%s", error)
+            return False
 
         def write_and_tell(copied: Files) -> None:
             try:
@@ -391,6 +404,8 @@ class NoLoCo:
 
         It writes them and the rest of the checkpoint, serves it to newcomers, and returns its folder.
         """
+        if not self.weights.looks_finite():
+            raise CheckpointError("the weights are not finite, so they are not saved (earlier checkpoints are intact)")
         live: dict[str, Mapping[str, Tensor]] = {}
         if buffers := saved_state.persistent_buffers(self._model):
             live[saved_state.BUFFERS_FILE] = buffers
@@ -459,7 +474,8 @@ class NoLoCo:
             self._resume(self.resumed)
         elif not isinstance(resume, bool):
             self._load(resume)
-        elif manifest and target and self._take_fetched(target):
+        elif manifest and target:
+            self._load_fetched(target)
             self._place = {"progress": manifest.progress, "steps": 0}
             self.entered = True
         self._peer.metrics.progress = self._place["progress"]
@@ -478,7 +494,21 @@ class NoLoCo:
     def _recover(self) -> None:
         """Replace weights that are not finite by the state of a live peer, or by the newest checkpoint."""
         self._peer.metrics.diverged += 1
-        log.error("this peer's weights are not finite; replacing them by the state of a live peer or by a checkpoint")
+        now_s, advice = time.monotonic(), "use a lower learning rate, or look for NaN in the data"
+        while self._recovered_s and now_s - self._recovered_s[0] > RECOVERIES_S:
+            self._recovered_s.popleft()
+        if len(self._recovered_s) == MOST_RECOVERIES:
+            raise ModelError(
+                f"the weights became non-finite more than {MOST_RECOVERIES} times within {duration(RECOVERIES_S)}: "
+                f"{advice}; the last good checkpoint is intact"
+            )
+        self._recovered_s.append(now_s)
+        log.error(
+            "this peer's weights are not finite; replacing them by the state of a live peer or by a checkpoint%s",
+            f" ({len(self._recovered_s)} times in {duration(RECOVERIES_S)}, of at most {MOST_RECOVERIES}: {advice})"
+            if len(self._recovered_s) > 1
+            else "",
+        )
         target = self._peer.run_folder / FETCHED_FILE
         manifest = self._peer.membership.rescue(target=target)
         if manifest and self._take_fetched(target):
@@ -506,13 +536,20 @@ class NoLoCo:
         A donor's digests prove only that the file arrived intact.
         """
         try:
-            self.weights.take(load_file(target))
-        except (CheckpointError, SafetensorError) as error:
-            log.error("cannot use the fetched state: %s; this peer continues with its own state", error)
+            self._load_fetched(target)
+        except CheckpointError as error:
+            log.error("%s; this peer continues with its own state", error)
             return False
-        finally:
-            target.unlink()
         return True
+
+    def _load_fetched(self, target: Path) -> None:
+        """Load a fetched state and remove the file. Raises CheckpointError if it is not a valid state."""
+        try:
+            self.weights.take(load_file(target))
+        except (CheckpointError, SafetensorError, OSError) as error:
+            raise CheckpointError(f"cannot use the fetched state: {error}") from None
+        finally:
+            target.unlink(missing_ok=True)
 
     def _resume(self, checkpoint: Checkpoint) -> None:
         position = saved_state.put_back(checkpoint, self.weights, self._model)

@@ -133,9 +133,9 @@ def _as_tensor(value: object) -> tuple[str, Tensor | None]:
         return "", value.detach()
     for kind, (python, dtype) in SCALARS.items():
         if isinstance(value, python):
-            return kind, torch.tensor(value, dtype=dtype)
+            return kind, torch.tensor(value, dtype=dtype, device="cpu")
     if isinstance(value, tuple) and value and all(isinstance(each, int | float) for each in value):
-        return "floats", torch.tensor(value, dtype=torch.float64)
+        return "floats", torch.tensor(value, dtype=torch.float64, device="cpu")
     return "", None
 
 
@@ -149,7 +149,7 @@ def _plain(kind: str, saved: Tensor) -> Any:
 def _put_back(group: dict[str, Any], name: str, value: Any) -> None:
     """Set a hyperparameter. A tensor keeps its identity, because a compiled step may hold it."""
     if isinstance(group.get(name), Tensor):
-        group[name].copy_(torch.as_tensor(value))
+        group[name].copy_(torch.as_tensor(value, device="cpu"))
     else:
         group[name] = value
 

@@ -56,7 +56,7 @@ def unpacked(value: Any) -> Any:
         case {"~dict": pairs}:
             return {unpacked(key): unpacked(each) for key, each in pairs}
         case {"~tensor": [dtype, number]}:
-            return torch.tensor(number, dtype=getattr(torch, dtype))
+            return torch.tensor(number, dtype=getattr(torch, dtype), device="cpu")
         case {"~counter": pairs}:
             return Counter({unpacked(key): unpacked(each) for key, each in pairs})
         case _:

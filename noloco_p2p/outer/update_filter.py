@@ -52,7 +52,7 @@ class UpdateFilter:
         self._scale = scale
         self._pieces = dict(zip((start for start, _ in chunks), pieces_of(tensor_sizes, chunks), strict=True))
         num_pieces = sum(map(len, self._pieces.values()))
-        self._norms = torch.full((PARTNERS, num_pieces), torch.nan)
+        self._norms = torch.full((PARTNERS, num_pieces), torch.nan, dtype=torch.float32, device="cpu")
         self._rows: OrderedDict[str, int] = OrderedDict()  # the row of each partner
         self._samples: dict[int, Tensor] = {}  # of each piece, after the last mixing
         self._movement = [0.0] * num_pieces  # running mean of this peer's movement between two mixings
@@ -103,7 +103,9 @@ class UpdateFilter:
             self._norms[row] = torch.nan
         self._rows[partner] = row
         first = min(norms)  # the pieces of a slice are consecutive
-        self._norms[row, first : first + len(norms)] = torch.tensor([*norms.values()])
+        self._norms[row, first : first + len(norms)] = torch.tensor(
+            [*norms.values()], dtype=torch.float32, device="cpu"
+        )
 
     def _radius(self, piece: int, values: Tensor, usual: float, *, is_at_rest: bool) -> float:
         sample = _sample(values)

@@ -39,9 +39,9 @@ class Weights:
         self.parameters = parameters
         self.num_elements = num = parameters.num_elements
         self.slow = self._copy() if outer.has_outer_step else None
-        self.momentum = torch.zeros(num) if outer.keeps_momentum else None
+        self.momentum = torch.zeros(num, dtype=torch.float32, device="cpu") if outer.keeps_momentum else None
         # What partners add to the slow weights waits for the next outer step.
-        self._slow_halves = torch.zeros(num) if outer.sends_slow_weights else None
+        self._slow_halves = torch.zeros(num, dtype=torch.float32, device="cpu") if outer.sends_slow_weights else None
         self._outer = outer
         self.num_swapped = num * (1 + outer.sends_slow_weights + outer.sends_momentum)
         self.units = Units(self.num_swapped)
@@ -54,7 +54,7 @@ class Weights:
         self._begin_to_move()
 
     def _copy(self) -> Tensor:
-        copy = torch.empty(self.num_elements)
+        copy = torch.empty(self.num_elements, dtype=torch.float32, device="cpu")
         for start, stop in chunk_bounds(self.num_elements):
             copy[start:stop] = self.parameters.read(start, stop)
         return copy
@@ -65,7 +65,7 @@ class Weights:
         """Return a copy of elements [start, stop) of the swapped vector, in fp32 on the CPU, on any thread."""
         if self._stream:
             return self._read_from_accelerator(start, stop)
-        copy = torch.empty(stop - start)
+        copy = torch.empty(stop - start, dtype=torch.float32, device="cpu")
         for first in range(start, stop, CHUNK_ELEMENTS):
             last = min(first + CHUNK_ELEMENTS, stop)
             with self.lock:
@@ -79,7 +79,7 @@ class Weights:
     def _read_from_accelerator(self, start: int, stop: int) -> Tensor:
         assert self._accelerator
         assert self._stream
-        copy = torch.empty(stop - start, pin_memory=stop - start <= MOST_ELEMENTS)
+        copy = torch.empty(stop - start, dtype=torch.float32, device="cpu", pin_memory=stop - start <= MOST_ELEMENTS)
         copied = self._accelerator.Event(blocking=True)  # the wait must not count as CPU time
         for first in range(start, stop, MOST_ELEMENTS):
             place = first - start

@@ -47,6 +47,7 @@ ANSWER_S = 120.0  # for quick requests, on a slow machine
 FETCH_STATE_TIMEOUT_S = 24 * 3600.0  # long, because a starting peer has nothing else to do
 CATCH_UP_TIMEOUT_S = 600.0  # shorter, because training waits; the next attempt continues with the data that arrived
 CATCH_UP_AGAIN_S = 60.0  # minimum pause after an attempt; after a longer attempt, the pause is as long as the attempt
+LONGEST_PAUSE_S = 30.0  # between two attempts to get a first state
 DONORS_ASKED = 3  # donors that are asked for the layout of their model if none of them had a matching state
 
 
@@ -60,6 +61,7 @@ class Membership:
         self._network = network
         self._catch_up_again_s = 0.0
         self._ask_again_s = 0.0
+        self._refusals: dict[str, str] = {}  # peer id -> why the last fetch got no state from it
 
     # taking part
 
@@ -140,35 +142,39 @@ class Membership:
         return sorted(donors, key=lambda donor: donor.progress < middle)
 
     def _fetch_first(self, target: Path) -> StateManifest | None:
-        """Fetch the state of a live peer into `target`, and return its manifest, or None if no peer has a state.
+        """Fetch the state of a live peer into `target`, and return its manifest, or None if the run begins with this
+        peer.
 
-        If no listed peer answers, this waits until one does or until all records have expired, because the records of
-        dead peers remain for a while.
+        A peer that begins with its own weights would drag a swarm back that is already training. So this waits until a
+        peer gives its state or all records have expired, because the records of dead peers remain for a while.
 
         Raises Left or TimedOut; Unreachable if there is a ticket but no live peer; CheckpointError if the state cannot
         be written; and ModelError if live peers train another model. The ModelError names the first tensor that
         differs.
         """
-        donors, told = self.look_around(), False
-        while donors:
-            manifest = self._fetch_state(donors, target=target, timeout_s=FETCH_STATE_TIMEOUT_S)
+        donors, told, pause_s = self.look_around(), set[str](), ASK_AGAIN_S
+        while donors or any(peer.progress > 0 for peer in self._network.live_peers.mates()):
+            manifest = self._fetch_state(donors, target=target, timeout_s=FETCH_STATE_TIMEOUT_S) if donors else None
             if manifest:
                 return manifest
             self._check_model(donors)  # a peer that trains another model refuses every other request
-            if all(donor.progress == 0 for donor in donors):
-                break
-            if self.answering():
+            answering = self.answering()  # where they are now, because a record can be as old as one heartbeat
+            if donors and all(peer.progress == 0 for peer in answering or donors):
+                return None
+            why = "no live peer gives its state" if answering else "no peer of the run is answering"
+            if why not in told:
+                told.add(why)
                 log.warning(
-                    "no live peer has a saved state yet; this peer starts from the initial weights, as those peers did"
+                    "%s%s; the run has begun, so this peer cannot start from its own weights, and waits until one does "
+                    "or all records have expired",
+                    why,
+                    "".join(f"; {named(peer)}: {refusal}" for peer, refusal in self._refusals.items()),
                 )
-                break
-            if not told:
-                told = True
-                log.warning("no peer of the run is answering; waiting until one does or all records have expired")
-            if self._network.leaving.wait(ASK_AGAIN_S):
-                raise Left("asked to leave before any peer of the run answered")
+            if self._network.leaving.wait(pause_s):
+                raise Left("asked to leave before any peer of the run gave its state")
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)  # because a state that fails its checks is fetched again
             donors = self.look_around()
-        if told and not donors and self._network.live_peers.stage is not None:
+        if told and self._network.live_peers.stage is not None:
             raise Unreachable("the peers that held this stage are gone; restart this peer to wait for their return")
         return None
 
@@ -267,10 +273,12 @@ class Membership:
         check_file = partial(read_state, expected=vectors_of(net.spec.outer, layout.num_elements))
         try:
             with net.progress.task("fetching the state of the swarm", unit="bytes") as report:
+                admission = Admission(net.spec, net.transport, layout, live=net.live_peers.live, check_file=check_file)
+                self._refusals = admission.refused
                 fetching = fetch_state(
                     net.transport,
                     donors,
-                    Admission(net.spec, net.transport, layout, live=net.live_peers.live, check_file=check_file),
+                    admission,
                     target=target,
                     newer_than=newer_than,
                     live=net.live_peers.live,

@@ -35,12 +35,12 @@ from noloco_p2p.owned_tasks import end_tasks
 from noloco_p2p.peer.network_thread import START_TIMEOUT_S, NetworkThread
 from noloco_p2p.peer.pausing import Pausing, watch_machine
 from noloco_p2p.peer.reachability import Reachability
-from noloco_p2p.peer.run_folder import Ports, find_invitation, folder_of, read_spec, write_run
+from noloco_p2p.peer.run_folder import Ports, find_invitation, folder_of, read_spec, warn_if_edited, write_run
 from noloco_p2p.settings import PeerSettings, split_address
 from noloco_p2p.spec import Spec
 from noloco_p2p.swarm.dial_back import Reach
 from noloco_p2p.swarm.dialer import AddressBook
-from noloco_p2p.swarm.directory import SwarmDirectory, find_somebody
+from noloco_p2p.swarm.directory import SwarmDirectory, find_somebody, leads_to_itself
 from noloco_p2p.swarm.records import PausedBy, PeerRecord
 from noloco_p2p.swarm.tunnel import Tunnels
 from noloco_p2p.telemetry.metrics import CONTRIBUTION, FAILED, Metrics
@@ -130,13 +130,14 @@ class Status:
 
     `state` is training, paused, leaving or done. It is published once the peer `has_entered`, which means that it has a
     model. `waits_for_stages` has the stages that this peer waits for because no peer holds them.
+    `started_at_s` and `since_s` are monotonic times.
     """
 
     def __init__(self, metrics: Metrics) -> None:
         self.state = "training"
         self.has_entered = False
         self.waits_for_stages: Sequence[int] = ()
-        self.started_at_s = self.since_s = time.time()
+        self.started_at_s = self.since_s = time.monotonic()
         self._metrics = metrics
         self._before: dict[str, int] = {}  # what was counted before a restart
         # The time in the state "training" until the last change, and when that was; it stops while the machine sleeps.
@@ -154,7 +155,7 @@ class Status:
     def _begin(self, state: str) -> None:
         is_training = self.has_entered and state == "training"
         self._trained = self._trained_s(), time.monotonic() if is_training else None
-        self.state, self.since_s = state, time.time()
+        self.state, self.since_s = state, time.monotonic()
 
     def _trained_s(self) -> float:
         before_s, since_s = self._trained
@@ -259,6 +260,8 @@ class Network:
         settings, parts = self._settings, self._parts
         ports = Ports(settings)
         ports.check()
+        if isinstance(self.target, Ticket) and (why := leads_to_itself(self.target, self.identity.peer_id)):
+            log.warning("%s", why)
         self.directory = directory = await ports.try_both(ports.libp2p, self._start_directory)
         parts.push_async_callback(directory.stop, farewell=False)
         self.reachability = Reachability(directory, settings, self._address_book)
@@ -295,6 +298,8 @@ class Network:
         await parts.enter_async_context(answering(settings.state_dir, verbs))
         await self.reachability.start(self.server, self.service)
         ports.remember(grpc=self.server.port, libp2p=directory.node.port)
+        if isinstance(self.target, Spec):
+            warn_if_edited(self.spec, settings.state_dir)
         write_run(self.spec, self.session.invitation, folder_of(settings.state_dir, self.spec.run_id))
         if settings.metrics:
             await self._serve_metrics(settings.metrics)

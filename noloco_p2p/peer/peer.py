@@ -20,6 +20,7 @@ from noloco_p2p.peer.run_folder import folder_of
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.spec import Spec
 from noloco_p2p.swarm.dial_back import Verdict
+from noloco_p2p.swarm.records import STATES
 from noloco_p2p.telemetry.progress import Progress
 from noloco_p2p.ticket import Ticket, is_ticket
 
@@ -227,8 +228,12 @@ class Peer:
 
     def announce(self, state: str) -> None:
         """Change the state that others see to training, paused, leaving or done. Swaps happen only in the state
-        "training".
+        "training". Raises SettingsError for any other state.
         """
+        if state not in STATES:
+            raise SettingsError(
+                f"a peer cannot announce the state {state!r}; the states are {', '.join(sorted(STATES))}"
+            )
         self._network.announce(state)
 
     def last_fault(self) -> str:
@@ -258,7 +263,7 @@ class Peer:
 
     def status(self) -> dict[str, Any]:
         """Return the content of `noloco status`. docs/operators.md explains each key."""
-        net, status, now_s = self._network, self._network.status, time.time()
+        net, status, now_s = self._network, self._network.status, time.monotonic()
         net.count()
         reach, headcount = net.reachability.verdict(), net.directory.headcount()
         values, origins = self.settings.model_dump(mode="json"), self.settings.origins()
@@ -284,6 +289,7 @@ class Peer:
             "ticket": self.ticket,
             "live_peers": headcount.others,
             "live_peers_is_estimate": headcount.is_estimate,
+            "is_announced": not net.directory.fault,
             "last_fault": self.last_fault(),
             "settings": {name: {"value": value, "origin": origins[name]} for name, value in values.items()},
             **self.metrics.as_dict(),

@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +26,9 @@ T = TypeVar("T")
 SPEC_FILE = "spec.json"
 PORTS_FILE = "ports.json"
 INVITATION_FILE = "invitation"  # a secret
+NUMBER_FILE = "first-number"
+NUMBERS_USED = 10**10  # more than a head uses in a year
+MAX_CHANGES = 5  # named in a warning
 OWN_INVITATION_S = 365 * 86400.0  # validity of the invitation that the holder of the run key issues to itself
 
 
@@ -56,6 +60,52 @@ def write_run(spec: Spec, invitation: Invitation | None, folder: Path) -> None:
         raise SettingsError(f"{path} cannot be written: {error.strerror}; use another --state-dir") from None
 
 
+def first_number(run_folder: Path) -> int:
+    """Return the number of a head's first microbatch, above all that it has used before, as replicas refuse others.
+
+    It is the time in milliseconds, unless the clock of this machine was ahead at an earlier start.
+    """
+    path, number, before = run_folder / NUMBER_FILE, int(1000 * time.time()), 0
+    with suppress(OSError, ValueError):
+        before = int(path.read_text())
+    if before >= number:
+        number = before + NUMBERS_USED
+    try:
+        write_atomically(path, str(number).encode())
+    except OSError as error:
+        log.warning("the numbers of microbatches could not be saved for the next start: %s", error)
+    return number
+
+
+def warn_if_edited(spec: Spec, state_dir: Path) -> None:
+    """Warn if this spec begins a new run although this machine has a run of the same name. Only a fork means to."""
+    if folder_of(state_dir, spec.run_id).exists():
+        return
+    for path in sorted(state_dir.glob(f"runs/{spec.name}-*/{SPEC_FILE}"), key=lambda each: -each.stat().st_mtime):
+        with suppress(OSError, ValueError, AttributeError):
+            before, now = _flat(json.loads(path.read_bytes())), _flat(json.loads(spec.canonical_json()))
+            changed = [key for key in sorted(now | before) if now.get(key) != before.get(key)]
+            if before["name"] != spec.name or "model.start" in changed:
+                continue
+            changes = ", ".join(f"{key} was {before.get(key)}, is {now.get(key)}" for key in changed[:MAX_CHANGES])
+            log.warning(
+                "the spec of %s was edited, so this is a new run, which starts from step 0: %s. To continue the run in "
+                "%s, undo the change; to start a run from its weights with a changed spec, use `noloco fork`",
+                spec.name,
+                changes + ", .." * (len(changed) > MAX_CHANGES),
+                path.parent,
+            )
+            return
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested fields by their dotted names."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
 def read_spec(ticket: Ticket, state_dir: Path) -> Spec | None:
     """Return the spec of the ticket's run, or None if this machine does not have it in full."""
     path = folder_of(state_dir, ticket.run_id) / SPEC_FILE
@@ -84,11 +134,16 @@ def find_invitation(target: Spec | Ticket, settings: PeerSettings) -> Invitation
             raise SettingsError(f"--run-key {settings.run_key}: this is not the run key that the run spec names")
         found = invite(key, expires_at_s=time.time() + OWN_INVITATION_S, seed=os.urandom(32))
     else:
+        path = folder_of(settings.state_dir, target.run_id) / INVITATION_FILE
         try:
-            found = Invitation.decode((folder_of(settings.state_dir, target.run_id) / INVITATION_FILE).read_bytes())
-        except OSError:
+            found = Invitation.decode(path.read_bytes())
+        except FileNotFoundError:
             raise SettingsError(
                 f"the run {target.name} is private: join with a ticket, or with --run-key FILE if you have its key"
+            ) from None
+        except OSError as error:
+            raise SettingsError(
+                f"the invitation {path} cannot be read: {error.strerror}; repair the access to it"
             ) from None
     if found:
         found.check_time(time.time())

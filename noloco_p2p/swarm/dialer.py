@@ -134,7 +134,7 @@ class Dialer:
         self._every_s = every_s
         self._attempts: dict[str, _Attempts] = {}
         self._lost: frozenset[str] = frozenset()
-        self._clock_is_right = False
+        self._clock_is_right = self._has_told = False
         self._dial_now = asyncio.Event()
 
     async def dial(self, heard_of: Collection[str]) -> bool:
@@ -146,15 +146,29 @@ class Dialer:
         reached = await asyncio.gather(*(self._dial_one(peer, addresses) for peer, addresses in due.items()))
         self.has_dialled.set()
         if any(reached):
+            self._has_told = False
             try:
                 self.check_clock()
                 self._clock_is_right = True
             except DirectoryError as error:
                 logger.warning("%s", error)
-        elif not self._clock_is_right and not self._node.neighbours():
-            CLOCK.follow_wall()
+        elif not self._node.neighbours():
+            self._tell_failures()
+            if not self._clock_is_right:
+                CLOCK.follow_wall()
         await asyncio.to_thread(self._book.save)
         return any(reached)
+
+    def _tell_failures(self) -> None:
+        """Warn once, until a peer answers again, that none of those that this node enters through does."""
+        failures = self.failures()
+        if failures and not self._has_told:
+            self._has_told = True
+            logger.warning(
+                "no peer that this one enters the swarm through answers (%s); trying again until one does. Check that "
+                "the addresses are right and reachable, or get new ones from a live peer",
+                "; ".join(failures.values()),
+            )
 
     async def rest(self) -> None:
         """Wait until other peers may be due."""

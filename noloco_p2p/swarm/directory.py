@@ -585,5 +585,16 @@ async def find_somebody(ticket: Ticket, directory: SwarmDirectory, *, timeout_s:
         f"no live peer of run {ticket.run_name} was found within {timeout_s:.0f} s through "
         f"{', '.join(ticket.addresses) or 'a ticket without addresses'}"
         + (f" ({failures})" if failures else "")
-        + "; ask for a new ticket"
+        + f"; {leads_to_itself(ticket, directory.peer_id) or 'ask for a new ticket'}"
+    )
+
+
+def leads_to_itself(ticket: Ticket, peer_id: str) -> str:
+    """Return why a ticket is of no use to this peer if it has no other address than this peer's own, or else ""."""
+    if {split_peer_id(address)[1] for address in ticket.addresses} != {peer_id}:
+        return ""
+    return (
+        f"the ticket leads only to this peer itself, as both have the id {peer_id}. If another machine printed it, the "
+        "two use copies of one state folder: move identity.key away on this one, and run `noloco id` to create a new "
+        "key. To restart the run here, use its spec instead of a ticket"
     )

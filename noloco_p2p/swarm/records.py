@@ -22,11 +22,10 @@ from noloco_p2p.gossip.frames import PROTOCOL_VERSION
 from noloco_p2p.identity import Identity, verify
 from noloco_p2p.swarm.addresses import CIRCUIT, dialled_host, grpc_host, host_of, is_near, may_be_dialled
 from noloco_p2p.swarm.buckets import MAX_DEPTH
-from noloco_p2p.telemetry.metrics import DEFAULTS, LARGEST, METRICS, RECORDED, Metrics, rounded
+from noloco_p2p.telemetry.metrics import DEFAULTS, LARGEST, METRICS, RECORDED, Metrics, is_text, rounded
 
 TTL_S = 60.0
 MAX_RECORD_BYTES = 1024
-MAX_TEXT_CHARS = 320  # enough for a host name of 253 characters, followed by a peer id
 MAX_ADDRESSES = 4  # limit for each kind of address
 MAX_ITEMS = 8  # in any list that is read
 MAX_RELAYS = 2  # addresses through relays that are believed; each has the host of its relay
@@ -225,10 +224,6 @@ def _check_value(name: str, value: object) -> None:
         raise RecordError(f"{name} in the record is not {what}")
 
 
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and len(value) <= MAX_TEXT_CHARS and value.isprintable()  # terminals show it
-
-
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= LARGEST  # excludes NaN
 
@@ -246,9 +241,9 @@ def _refuse_constant(name: str) -> float:
 
 
 LIMITS: dict[str, tuple[str, Callable[[object], bool]]] = {  # by the type of a field
-    "str": ("a short printable string", _is_text),
+    "str": ("a short printable string", is_text),
     "int": ("a valid count", _is_count),
     "float": ("a finite number of at most 2^53", _is_number),
-    "tuple[str, ...]": ("a short list of short printable strings", _are(_is_text)),
+    "tuple[str, ...]": ("a short list of short printable strings", _are(is_text)),
     "tuple[int, ...]": ("a short list of valid counts", _are(_is_count)),
 }

@@ -6,7 +6,6 @@ directory record; the monitor's JSON, tables, totals, curves and /metrics; and d
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
@@ -231,22 +230,28 @@ def _checked(name: str, value: Any) -> Any:
     if value is None and DEFAULTS[name] is None:
         return None
     if METRICS[name].kind == "text":
-        what, plain = "a text", value if isinstance(value, str) else None
+        what, plain = "a short printable text", value if is_text(value) else None
     elif name in WHOLE:
-        what, number = "a whole number", _number(value)
-        plain = int(number) if number is not None and math.isfinite(number) and number == int(number) else None
+        what, number = "a whole number of at least 0", _number(value)
+        plain = int(number) if number is not None and 0 <= number <= LARGEST and number == int(number) else None
     else:
         what, plain = "one number", _number(value)
     if plain is None:
-        raise SettingsError(f"metrics.{name} must be {what}, but it was set to a {type(value).__name__}")
+        found = value if isinstance(value, int | float) else f"a {type(value).__name__}"
+        raise SettingsError(f"metrics.{name} must be {what}, but it was set to {found}")
     return plain
+
+
+def is_text(value: object) -> bool:
+    """Return whether a record may contain this text."""
+    return isinstance(value, str) and len(value) <= MAX_TEXT_CHARS and value.isprintable()  # terminals show it
 
 
 def _number(value: Any) -> float | None:
     """Return the number that a value is or holds, as a tensor or an array can, or None."""
     with suppress(AttributeError, TypeError, ValueError, RuntimeError):
         number = value if isinstance(value, int | float) else value.item()
-        return number if isinstance(number, int | float) else None
+        return int(number) if isinstance(number, bool) else number if isinstance(number, int | float) else None
     return None
 
 
@@ -261,6 +266,7 @@ RECORDED = tuple(name for name, about in METRICS.items() if about.shown.key)
 IN_COLUMNS = sorted(
     (name for name, about in METRICS.items() if about.shown.column), key=lambda name: METRICS[name].shown.rank
 )
+MAX_TEXT_CHARS = 320  # of a text in a record, enough for a host name of 253 characters, followed by a peer id
 LARGEST = 2.0**53  # limit of the numbers in a record, so that browsers represent integers exactly and sums stay finite
 
 

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import queue
 import random
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -75,15 +74,22 @@ class StageFlow:
     """The pipeline of a peer that holds a stage, as its `network` sees it. It is the `Computer` of its node.
 
     `num_rooms` comes from `flow.limits`, and `progress` is the position of this peer in the schedule. A head has
-    `batches`. If a head is not listed in the directory, a replica looks for its record before it handles a ticket of
-    that head, because a record reaches it later than the first microbatch may.
+    `batches` and `first_number`. If a head is not listed in the directory, a replica looks for its record before it
+    handles a ticket of that head, because a record reaches it later than the first microbatch may.
 
     The computing thread calls `turn` and `tell`, and reads the counts of `node`. The other methods belong to the
     network thread.
     """
 
     def __init__(
-        self, network: Network, work: StageLoop, *, num_rooms: int, progress: float, batches: Iterator[object] | None
+        self,
+        network: Network,
+        work: StageLoop,
+        *,
+        num_rooms: int,
+        progress: float,
+        batches: Iterator[object] | None,
+        first_number: int,
     ) -> None:
         spec, bans, peer_id = work.spec, network.bans, network.identity.peer_id
         self.stage, self.num_stages = work.stage.index, spec.pipeline.stages
@@ -105,14 +111,13 @@ class StageFlow:
         rng = random.SystemRandom()
         self.node: Head | Replica
         if self.stage == 0:
-            number = int(1000 * time.time())
             self.node = Head(
                 spec,
                 self.links,
                 self,
                 peer_id=peer_id,
                 num_rooms=num_rooms,
-                first_number=number,
+                first_number=first_number,
                 rng=rng,
                 progress=progress,
             )

@@ -20,7 +20,7 @@ from noloco_p2p.flow.limits import num_rooms
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.outer.checkpoint import Checkpoints
 from noloco_p2p.peer.peer import Peer
-from noloco_p2p.peer.run_folder import stage_folder
+from noloco_p2p.peer.run_folder import first_number, stage_folder
 from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.telemetry.console import count, numbered_stages
 from noloco_p2p.trainer.compute import Compute, choose_device
@@ -220,8 +220,11 @@ class StageTrainer(TrainerBase):
         room_bytes = 2 * work.forward_bytes + work.backward_bytes  # the encoded input, output and gradient
         rooms = num_rooms(spec, most=int(ROOM_SHARE * free_memory()) // room_bytes)
         progress, batches = self.outer.progress, self.batches
+        number = first_number(self.peer.run_folder)
         self._flow = self.peer.membership.start_flow(
-            lambda network: StageFlow(network, work, num_rooms=rooms, progress=progress, batches=batches)
+            lambda network: StageFlow(
+                network, work, num_rooms=rooms, progress=progress, batches=batches, first_number=number
+            )
         )
 
     def _turn(self) -> bool:

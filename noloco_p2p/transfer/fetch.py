@@ -68,7 +68,7 @@ class Admission:
     """The checks that a state must pass before it is used. Digests only prove that a state arrived intact.
 
     `layout` is that of this peer's own model. `live` returns the live peers in the directory. `check_file` checks a
-    whole file, and raises CheckpointError with the reason. `refused` holds, by peer id, why a state was refused.
+    whole file, and raises CheckpointError with the reason. `refused` holds, by peer id, why a state was not fetched.
     """
 
     def __init__(
@@ -243,6 +243,7 @@ async def fetch_state(
                 if began_bytes:  # the fault may be in a chunk of another donor
                     donors.insert(0, donor)
         except PeerError as error:
+            admission.refused[donor.peer.peer_id] = str(error)
             log.info(
                 "could not fetch the state from %s: %s; chunks still missing: %d",
                 donor.peer.address,
@@ -408,4 +409,5 @@ class KeptChunks:
         except FileNotFoundError:
             return False
         is_same = [stat.st_size for stat in begun] == [self._num_bytes, DIGEST_BYTES * self._num_chunks]
-        return is_same and time.time() - begun[1].st_mtime < KEPT_FOR_S
+        age_s = time.time() - begun[1].st_mtime  # negative if the clock was ahead
+        return is_same and abs(age_s) < KEPT_FOR_S

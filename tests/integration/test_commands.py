@@ -44,6 +44,7 @@ STATUS_KEYS = {
     "step",
     "swaps",
     "loss",
+    "is_announced",
     "last_fault",
 }
 MAX_BOOTSTRAP_BYTES = 400e6 if torch.version.cuda is None else 1e9  # a CUDA build of torch maps as much again

@@ -82,3 +82,32 @@ def test_a_terminal_that_closes_asks_the_peer_to_leave(tmp_path: Path) -> None:
         with suppress(ProcessLookupError, ChildProcessError):
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
+
+
+FULL_DISK = """
+import sys
+from noloco_p2p.cli.app import run
+from noloco_p2p.errors import CheckpointError
+from noloco_p2p.outer.checkpoint import Checkpoints
+
+def save(*args, **rest):
+    raise CheckpointError("no space left on device")
+
+Checkpoints.save = save
+sys.exit(run(sys.argv[1:]))
+"""
+
+
+def test_a_run_without_a_checkpoint_has_failed(tmp_path: Path) -> None:
+    arguments = [*command(tmp_path)[3:], "--max-steps", "2"]
+    done = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, *arguments],
+        env=_environment({}),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "no space left on device" in done.stderr
+    assert "left without a final checkpoint because of the error above" in done.stdout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -80,7 +81,14 @@ class StagePeer:
         spec, batches = self.spec, None
         if self.stage == 0:
             batches = iter(material_of(spec).batches("replica-0", batch_size=spec.pipeline.microbatch))
-        self.flow = StageFlow(cast(Any, self), self.work, num_rooms=self._rooms, progress=0.0, batches=batches)
+        self.flow = StageFlow(
+            cast(Any, self),
+            self.work,
+            num_rooms=self._rooms,
+            progress=0.0,
+            batches=batches,
+            first_number=int(1000 * time.time()),
+        )
         self.server = GrpcServer(Admitting(self.hello()), session=self.session, serve_flow=self.flow.links.serve)
         await self.server.start("127.0.0.1", 0)
 

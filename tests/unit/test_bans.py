@@ -77,3 +77,26 @@ def test_what_is_no_peer_id_and_what_cannot_be_written_is_told(tmp_path: Path) -
 def test_a_damaged_file_bans_nobody_and_stops_nobody(tmp_path: Path) -> None:
     (tmp_path / "bans.json").write_text('{"a": 3}')
     assert not BanList(tmp_path / "bans.json").why(A)
+
+
+def test_a_list_that_cannot_be_read_is_not_replaced(tmp_path: Path) -> None:
+    file = tmp_path / "bans.json"
+    file.write_text(damaged := '{"a": 3}')
+    with pytest.raises(SettingsError, match="repair the file, or move it away"):
+        BanList(file).ban(A, "sends noise", for_s=60)
+    assert file.read_text() == damaged
+    file.unlink()
+    bans = BanList(file)
+    bans.ban(A, "sends noise", for_s=60)
+    assert bans.why(A)
+
+
+def test_a_clock_that_was_ahead_once_hides_no_ban(bans: BanList, tmp_path: Path, clock: Clock) -> None:
+    clock.now_s += 365 * 86400.0
+    assert not bans.why(A)
+    bans.strike(B, "sent noise")
+    clock.now_s -= 365 * 86400.0
+    BanList(tmp_path / "bans.json", clock=clock).ban(A, "sends noise", for_s=3600)
+    assert bans.why(A)
+    bans.strike(B, "sent noise")
+    assert not bans.why(B)

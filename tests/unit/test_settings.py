@@ -115,3 +115,23 @@ def test_caps_come_from_every_source_and_are_off_at_first(user_file: Path, monke
 def test_split_address_refuses(address: str) -> None:
     with pytest.raises(ValueError, match="must have the form HOST:PORT"):
         split_address(address)
+
+
+@pytest.mark.parametrize(
+    ("variable", "said"),
+    [
+        ("NOLOCO_DEVCIE", "did you mean NOLOCO_DEVICE?"),
+        ("noloco_device", "did you mean NOLOCO_DEVICE?"),
+        ("NOLOCO_MODEL", "did you mean NOLOCO_MODELS?"),
+        ("NOLOCO_STATEDIR", "did you mean NOLOCO_STATE_DIR?"),
+        ("NOLOCO_XYZZY", "docs/reference.md lists all settings"),
+        ("NOLOCO_IMAGE", ""),
+        ("NOLOCO_DEVICE", ""),
+    ],
+)
+def test_a_variable_that_is_no_setting_is_told(
+    variable: str, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(variable, "cpu")
+    PeerSettings.load()
+    assert [record.message.partition("setting: ")[2] for record in caplog.records] == [said] * bool(said)

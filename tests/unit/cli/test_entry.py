@@ -64,3 +64,11 @@ def test_a_spec_is_no_ticket(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     file.write_text(str(tmp_path / "run.toml"))
     assert run(["join", f"@{file}", "--state-dir", str(tmp_path)]) == 3
     assert "not a ticket" in capsys.readouterr().err
+
+
+def test_a_missing_file_is_told_before_the_wait(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(SettingsError, match="was not written within"):
+        resolve(f"@{tmp_path / 'ticket'}", timeout_s=0.5)
+    assert caplog.text.count(f"waiting up to 0 s for {tmp_path / 'ticket'} to be written") == 1
+    with pytest.raises(SettingsError, match=r"the folder .* does not exist"):
+        resolve(f"@{tmp_path / 'no' / 'ticket'}", timeout_s=60)

@@ -19,6 +19,7 @@ REPLY: dict[str, Any] = {
     "doing": None,
     "live_peers": 1,
     "live_peers_is_estimate": False,
+    "is_announced": True,
     "neighbours": {},
     "reach": {"state": "direct", "sentence": "others can call this peer"},
     "stage": None,
@@ -52,6 +53,13 @@ COUNTED = "can compute 4.32k tokens/s; microbatches: 200 done, 10 of them late, 
         (
             {"neighbours": {"a": "punched", "b": "direct", "c": "direct"}},
             ["reach     direct: others can call this peer", "          neighbours: 2 direct, 1 punched"],
+        ),
+        (
+            {"is_announced": False, "last_fault": "this peer has not been able to announce itself for 24 s: no answer"},
+            [
+                "swarm     1 other live peer; this peer cannot announce itself, see the line `fault`",
+                "fault     this peer has not been able to announce itself for 24 s: no answer",
+            ],
         ),
         (STAGE, [f"stage     1 of 4, {COUNTED}"]),
         ({**STAGE, "stage": 0}, [f"stage     0 of 4 (head), {COUNTED}"]),

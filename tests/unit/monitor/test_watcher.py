@@ -1,12 +1,15 @@
 from __future__ import annotations
 
-from typing import Any
+import time
+from typing import Any, cast
 
 import pytest
+from harness.patience import PATIENCE_S
 from recorded import changed
 
 from noloco_p2p.monitor.notices import WINDOW_S
 from noloco_p2p.monitor.watcher import FORGET_AFTER_S, MAX_PEERS, Health, Watcher
+from noloco_p2p.swarm.directory import Headcount, SwarmDirectory
 from noloco_p2p.swarm.records import TTL_S, PeerRecord
 from noloco_p2p.ticket import Ticket
 
@@ -160,3 +163,34 @@ def test_a_flood_of_peers_is_bounded() -> None:
     made.take(crowd, directory_age_s=1.0, now_s=NOW_S)
     assert len(made.members) == MAX_PEERS
     assert "peer-0" not in made.members, "the oldest words go first"
+
+
+class OneRecord:
+    """A directory that has just read the record of A."""
+
+    def records(self) -> list[tuple[PeerRecord, float]]:
+        return [(A, 5.0)]
+
+    def headcount(self) -> Headcount:
+        return Headcount(1, is_estimate=False)
+
+    def read_age_s(self) -> float:
+        return 1.0
+
+
+def test_a_clock_that_is_set_back_makes_no_peer_older_or_younger(monkeypatch: pytest.MonkeyPatch) -> None:
+    directory, made = cast(SwarmDirectory, OneRecord()), Watcher(Ticket("r", "0" * 64, ()))
+    before, right = made.look(directory), time.time
+    monkeypatch.setattr(time, "time", lambda: right() - 365 * 86400.0)
+    after = made.look(directory)
+    assert abs(after["time_s"] - before["time_s"]) < PATIENCE_S
+    assert after["peers"][0]["health"] == "alive"
+
+
+def test_the_monitor_says_that_the_peer_on_its_machine_cannot_announce_itself() -> None:
+    made = Watcher(Ticket("r", "0" * 64, ()), lambda: "this peer has not been able to announce itself for 24 s")
+    [notice, *_] = made.look(cast(SwarmDirectory, OneRecord()))["notices"]
+    assert notice == {
+        "level": "bad",
+        "text": "On this machine, this peer has not been able to announce itself for 24 s.",
+    }

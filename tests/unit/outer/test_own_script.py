@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from harness.patience import PATIENCE_S
 from torch import nn
 
-from noloco_p2p.errors import ModelError, SettingsError
+from noloco_p2p.errors import CheckpointError, ModelError, SettingsError
 from noloco_p2p.outer.checkpoint import Checkpoints
-from noloco_p2p.outer.noloco import NoLoCo
+from noloco_p2p.outer.noloco import MOST_RECOVERIES, NoLoCo
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.peers import MemorySwarm
 
@@ -106,3 +108,61 @@ def test_a_script_that_ends_waits_for_its_checkpoint(tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert Checkpoints(tmp_path).newest() is not None
+
+
+def test_weights_that_diverge_again_and_again_end_training_with_advice(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make_model()
+    with MemorySwarm(SPEC) as swarm:
+        outer = NoLoCo(model, None, swarm.peer("a", run_folder=tmp_path), save_every_s=0)
+        outer.save()
+
+        def diverge() -> None:
+            for param in model.parameters():
+                param.data.fill_(torch.nan)
+            outer._looked_at_s = 0.0  # it looks once a second
+            outer.step()
+
+        for number in range(1, MOST_RECOVERIES + 1):
+            diverge()
+            assert outer.weights.looks_finite()
+            assert len(caplog.records) == number
+        assert "learning rate" not in caplog.records[0].message
+        assert "use a lower learning rate, or look for NaN in the data" in caplog.records[1].message
+        with pytest.raises(ModelError, match=r"times within .*: use a lower learning rate"):
+            diverge()
+
+
+def test_weights_that_are_not_finite_replace_no_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = make_model()
+    with MemorySwarm(SPEC) as swarm:
+        outer = NoLoCo(model, None, swarm.peer("a", run_folder=tmp_path), save_every_s=0)
+        saved = outer.save()
+        for param in model.parameters():
+            param.data.fill_(torch.nan)
+        with pytest.raises(CheckpointError, match="not finite"):
+            outer.save()
+        assert not outer.save_in_background()
+        assert "the weights are not finite, so they are not saved" in caplog.text
+        found = Checkpoints(tmp_path / "checkpoints").newest()
+        assert found is not None
+        assert found.path == saved
+
+
+@pytest.mark.parametrize("wrong", [{"meta": {"scheduler": 1}}, {"on_swap": None}])
+def test_what_is_no_function_is_refused_before_training(wrong: dict[str, Any], tmp_path: Path) -> None:
+    with MemorySwarm(SPEC) as swarm, pytest.raises(SettingsError, match=f"{next(iter(wrong))} must be a function"):
+        NoLoCo(make_model(), None, swarm.peer("a", run_folder=tmp_path), **wrong)
+
+
+def test_a_position_that_a_script_sets_is_one_that_other_peers_can_use(tmp_path: Path) -> None:
+    with MemorySwarm(SPEC) as swarm:
+        outer = NoLoCo(make_model(), None, swarm.peer("a", run_folder=tmp_path), save_every_s=0)
+        cases: list[tuple[Any, float]] = [(torch.tensor(0.25), 0.25), (1 + 1e-9, 1.0), (-0.5, 0.0)]
+        for told, used in cases:
+            outer.progress = told
+            assert type(outer.progress) is float
+            assert outer.progress == used
+        with pytest.raises(SettingsError, match="NaN"):
+            outer.progress = math.nan

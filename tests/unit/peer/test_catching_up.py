@@ -13,8 +13,8 @@ from typing import Any, cast
 
 import pytest
 
-from noloco_p2p.errors import ModelError, Refused, TimedOut, Unreachable
-from noloco_p2p.gossip.frames import LayoutJson, PeerStatus
+from noloco_p2p.errors import Left, ModelError, Refused, TimedOut, Unreachable
+from noloco_p2p.gossip.frames import LayoutJson, PeerStatus, StateManifest
 from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.peer import membership
@@ -22,6 +22,7 @@ from noloco_p2p.peer.membership import Membership
 from noloco_p2p.peer.network_thread import NetworkThread
 from noloco_p2p.presets import PRESETS
 from noloco_p2p.telemetry.progress import Progress
+from noloco_p2p.transfer.fetch import Admission
 
 SPEC = PRESETS["tiny"]
 OWN = 0.1
@@ -71,7 +72,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(membership, "ASK_AGAIN_S", 0.0)
 
 
-Fetch = Callable[..., Coroutine[Any, Any, None]]
+Fetch = Callable[..., Coroutine[Any, Any, StateManifest | None]]
 
 
 def asked_of(others: Others, *, is_told_stale: bool, num_tries: int = 1) -> list[Candidate]:
@@ -192,3 +193,35 @@ def test_a_newcomer_waits_while_those_who_are_listed_are_dead(
                 made._fetch_first(Path("nowhere"))
     assert others.num_fetches == 3
     assert caplog.text.count("no peer of the run is answering") == 1
+
+
+@pytest.mark.parametrize("callable_", [True, False])
+def test_a_newcomer_does_not_start_from_its_own_weights_while_the_run_trains(
+    callable_: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its record may say 0, because it is old. Nobody has a state to give, for example because a disk is full."""
+    others = Others(recorded=0.0 if callable_ else FAR, told=FAR)
+    others.candidates = [replace(each, can_be_called=callable_) for each in others.candidates]
+    manifest = StateManifest("", 0, FAR, 0, ())
+
+    async def fetch(transport: object, donors: object, admission: Admission, **rest: object) -> StateManifest | None:
+        others.num_fetches += 1
+        admission.refused["a"] = "I have no saved state yet"
+        return manifest if others.num_fetches == 4 else None
+
+    with membership_to(others, fetch=fetch) as made:
+        if callable_:
+            assert made._fetch_first(Path("nowhere")) is manifest
+            assert caplog.text.count("I have no saved state yet") == 1, "it says once why it waits"
+        else:
+            threading.Timer(0.2, made._network.leaving.set).start()
+            with pytest.raises(Left):
+                made._fetch_first(Path("nowhere"))
+
+
+def test_peers_that_begin_together_do_not_wait_for_each_other() -> None:
+    async def fetch(*_: object, **rest: object) -> None:
+        """Nobody has saved yet."""
+
+    with membership_to(Others(recorded=0.0, told=0.0), fetch=fetch) as made:
+        assert made._fetch_first(Path("nowhere")) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,9 @@ from typing import Any, cast
 
 import pytest
 
+from noloco_p2p.dial_guard import DialGuard
+from noloco_p2p.errors import DirectoryError
+from noloco_p2p.swarm.clock import Offset
 from noloco_p2p.swarm.dialer import (
     DIALLED_AT_ONCE,
     ENOUGH_NEIGHBOURS,
@@ -171,3 +175,29 @@ def test_failing_to_save_is_no_error(tmp_path: Path) -> None:
     book.remember("a", [address("a")])
     book.save()
     assert book.addresses() == {"a": (address("a"),)}
+
+
+async def test_bootstraps_that_do_not_answer_are_told_once_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
+    async def dial(peer_id: str, addresses: list[str]) -> Offset:
+        if is_dead:
+            raise DirectoryError("dialling boot: connection refused")
+        return Offset(0.0, 1.0)
+
+    async def hosts_of(peer_id: str) -> set[str]:
+        return set()
+
+    is_dead, guard = True, DialGuard(only_public=False)
+    node = SimpleNamespace(peer_id="me", neighbours=list, dial=dial, hosts_of=hosts_of, guard=guard)
+    address = "/ip4/127.0.0.1/tcp/9/p2p/boot"
+    dialing = Dialer(cast(Any, node), {"boot": [address]}, AddressBook(), every_s=0.0)
+    for _ in range(3):
+        assert not await dialing.dial(())
+    assert [record.message for record in caplog.records if record.levelno == logging.WARNING] == [
+        "no peer that this one enters the swarm through answers (dialling boot: connection refused); trying again "
+        "until one does. Check that the addresses are right and reachable, or get new ones from a live peer"
+    ]
+    is_dead = False
+    assert await dialing.dial(())
+    is_dead = True
+    assert not await dialing.dial(())
+    assert caplog.text.count("trying again until one does") == 2, "it answered in between"
