@@ -77,7 +77,8 @@ def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swarm]:
         files = ("--bootstrap", f"@{entry}", "--ticket-file", str(folder / "ticket"))
         with PeerProcess(spec_file, folder / "first", *files, "--save-every-s", "2") as first:
             until(lambda: any(event["step"] > 200 for event in first.events("saved")), what="a trained checkpoint")
-            with PeerProcess(first.ticket, folder / "second") as second:
+            limits = ("--max-upload", "1gbit", "--max-download", "1gbit")
+            with PeerProcess(first.ticket, folder / "second", *limits) as second:
                 second.swap_with(first)
                 first.give_way()
                 second.give_way()
