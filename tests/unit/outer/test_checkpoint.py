@@ -304,7 +304,7 @@ def test_leftovers_are_removed_unless_their_writer_lives(tmp_path: Path) -> None
     leftover = tmp_path / ".partial-old"
     leftover.mkdir()
     (leftover / "meta.json").touch()
-    with checkpoints._writing():
+    with checkpoints._lock():
         Checkpoints(tmp_path)
         assert leftover.exists()
         with pytest.raises(CheckpointError, match="another process is writing"):
