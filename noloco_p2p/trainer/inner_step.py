@@ -111,10 +111,10 @@ class InnerStep:
     def fit(self, batch: Tensor) -> int:
         """Return how many sequences of `batch` fit into memory at a time, and use that number in later steps.
 
-        The number is estimated from one measured sequence, unless the settings of the machine fix it. Gradients are
-        dropped. Call this before the first step.
+        The number is estimated from one measured sequence, unless the settings of the machine fix it or there is only
+        one. Gradients are dropped. Call this before the first step.
         """
-        if not self.compute.micro_batch:
+        if not self.compute.micro_batch and self._largest(batch) > 1:
             needed = sequence_bytes(self._backward_alone, batch[:1], self.device)
             num_parameters = sum(local(param).numel() for param in self.trainable.values())
             free = free_bytes(self.device, num_parameters=num_parameters, has_moments=not self._is_offloaded)

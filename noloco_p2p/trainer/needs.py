@@ -6,13 +6,10 @@ A run that can never fit on the machine is refused before its model is built.
 from __future__ import annotations
 
 import shutil
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from noloco_p2p.devices import free_and_total_bytes, free_memory, has_own_memory, total_memory
 from noloco_p2p.errors import SettingsError
@@ -27,8 +24,6 @@ FP32_BYTES = 4  # per parameter and vector
 WEIGHT_BYTES = 8  # per parameter: fp32 weights and gradients, without the moments of AdamW
 NUM_SLICES = 6  # in memory at a time: two swaps, each with a snapshot, a half-difference and payloads
 NETWORK_BYTES = 100 << 20  # the process of the DHT
-PROBE_STEPS = 2
-PROBE_TOKENS = 2048  # enough tokens to keep a small machine busy, but few enough not to delay the start
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +32,6 @@ class Needs:
     model_bytes: int  # on an accelerator, without activations
     swap_bytes: int  # in main memory: slices and payloads of swaps, the state of the outer step, and the DHT
     disk_bytes: int
-    step_s: float
     memory_free_bytes: int
     disk_free_bytes: int
     is_on_host: bool  # whether the model is in main memory, too
@@ -45,8 +39,7 @@ class Needs:
     def lines(self) -> list[str]:
         """Format the needs for the user."""
         return [
-            f"model: {count(self.num_parameters)} trainable parameters, {self.step_s:.2f} s per inner step"
-            " on this machine",
+            f"model: {count(self.num_parameters)} trainable parameters",
             f"needs: {mib(self.model_bytes)} to train (plus activations), {mib(self.swap_bytes)} to swap,"
             f" {mib(self.disk_bytes)} of disk space",
             "swaps use the whole link, unless --max-upload and --max-download limit them",
@@ -69,7 +62,6 @@ def estimate(
     *,
     num_parameters: int,
     frozen_bytes: int = 0,
-    step_s: float,
     folder: Path,
     compute: Compute | None = None,
     device: torch.device = CPU,
@@ -77,8 +69,7 @@ def estimate(
 ) -> Needs:
     """Estimate the needs of a run on this machine.
 
-    `num_parameters` counts the trainable parameters, and `frozen_bytes` is the size of all others. `step_s` is the
-    duration of an inner step on this machine in seconds.
+    `num_parameters` counts the trainable parameters, and `frozen_bytes` is the size of all others.
     """
     compute = compute or Compute()
     moments = MOMENT_BYTES if compute.offload_optimizer else 0
@@ -87,7 +78,6 @@ def estimate(
         model_bytes=((WEIGHT_BYTES + MOMENT_BYTES - moments) * num_parameters + frozen_bytes) // compute.num_ranks,
         swap_bytes=moments * num_parameters + _swap_bytes(spec, num_parameters),
         disk_bytes=(keep_checkpoints + 1) * _checkpoint_bytes(spec, num_parameters),
-        step_s=step_s,
         memory_free_bytes=free_memory(),
         disk_free_bytes=shutil.disk_usage(folder).free,
         is_on_host=not has_own_memory(device),
@@ -166,17 +156,3 @@ def _outer_step_bytes(spec: Spec) -> int:
 def _checkpoint_bytes(spec: Spec, num_parameters: int) -> int:
     vectors = 1 + spec.outer.has_outer_step + spec.outer.keeps_momentum  # with an outer step, also the slow weights
     return (vectors * FP32_BYTES + MOMENT_BYTES) * num_parameters
-
-
-def probe_step_s(backward: Callable[[Tensor], Tensor], batch: Tensor) -> float:
-    """Return the seconds that the forward and backward pass of a batch take, extrapolated from a few sequences.
-
-    `backward` computes both passes and returns the loss.
-    """
-    sample = batch[: max(1, PROBE_TOKENS // batch.shape[1])]
-    durations_s = []
-    for _ in range(1 + PROBE_STEPS):  # the first one warms up
-        began_s = time.monotonic()
-        float(backward(sample))  # waits for an accelerator
-        durations_s.append(time.monotonic() - began_s)
-    return min(durations_s[1:]) * batch.shape[0] / sample.shape[0]

@@ -53,7 +53,7 @@ def test_what_a_machine_can_never_hold_is_refused_with_numbers(monkeypatch: pyte
 def test_only_an_outer_step_takes_memory_that_grows_with_the_model(tmp_path: Path) -> None:
     plain, momentum = TrainerSpec(name="r"), TrainerSpec(name="r", outer=OuterSpec(alpha=0.5))
     small, large, with_momentum = (
-        estimate(spec, num_parameters=size, step_s=1.0, folder=tmp_path)
+        estimate(spec, num_parameters=size, folder=tmp_path)
         for spec, size in ((plain, 10**8), (plain, 10**10), (momentum, 10**10))
     )
     assert small.swap_bytes == large.swap_bytes < 1 << 29
