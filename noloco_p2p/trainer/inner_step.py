@@ -16,10 +16,19 @@ from torch import Tensor, distributed, nn
 from noloco_p2p.devices import empty_cache, has_own_memory, is_out_of_memory
 from noloco_p2p.errors import ModelError
 from noloco_p2p.optim.inner import learning_rate, make_inner_optimizers
+from noloco_p2p.optim.muon import Muon, flops
 from noloco_p2p.outer.optimizer_state import flatten_optimizers, restore_optimizers
 from noloco_p2p.spec import TrainSpec
 from noloco_p2p.telemetry.progress import Progress
-from noloco_p2p.trainer.compute import Compute, fitting, free_bytes, local, micro_batches, sequence_bytes
+from noloco_p2p.trainer.compute import (
+    Compute,
+    fitting,
+    flops_per_token,
+    free_bytes,
+    local,
+    micro_batches,
+    sequence_bytes,
+)
 from noloco_p2p.trainer.evaluate import evaluate_loss
 from noloco_p2p.trainer.model import causal_lm_loss, hidden_matrices
 
@@ -27,6 +36,7 @@ log = logging.getLogger(__name__)
 
 # Bytes of parameters that are stepped together. The accelerator holds two or three times as many bytes of moments.
 BUCKET_BYTES = 64 << 20
+MOST_MUON = 0.5  # of the flops of the forward and backward passes
 
 
 class InnerStep:
@@ -125,6 +135,24 @@ class InnerStep:
     def gradients(self) -> Sequence[Tensor]:
         """Return the gradients that `backward` has accumulated, in the order of `trainable`."""
         return [param.grad for param in self.trainable.values() if param.grad is not None]
+
+    def warnings(self, sequence_length: int) -> list[str]:
+        """Warn if Muon is slow with so few tokens per step, because its cost does not depend on their number."""
+        num_tokens = self.train.batch_size * sequence_length
+        passes = num_tokens * flops_per_token(self.model, sequence_length=sequence_length)
+        muon = sum(
+            flops(*param.shape)
+            for optimizer in self.optimizers
+            if isinstance(optimizer, Muon)
+            for group in optimizer.param_groups
+            for param in group["params"]
+        )
+        if muon <= MOST_MUON * passes:
+            return []
+        return [
+            f"with {num_tokens:,} tokens per step, Muon computes {muon / passes:.0%} as much as the forward and "
+            "backward passes; increase train.batch_size, or set train.inner_optimizer to 'adamw'"
+        ]
 
     # optimizer state
 
