@@ -68,6 +68,7 @@ class InnerStep:
         self.device = next(iter(self.trainable.values())).device
         self.gradient_norm: Tensor | None = None  # of the last step, before clipping; it stays on the device
         self.micro_batch = self.compute.micro_batch
+        self.activation_bytes: int | None = None  # of a pass on this device, if `fit` has measured a sequence
         self.weights_lock: AbstractContextManager[object] = nullcontext()
         self._is_bf16 = self.compute.is_bf16(self.device)
         self._is_offloaded = self.compute.offload_optimizer and has_own_memory(self.device)
@@ -129,6 +130,7 @@ class InnerStep:
             num_parameters = sum(local(param).numel() for param in self.trainable.values())
             free = free_bytes(self.device, num_parameters=num_parameters, has_moments=not self._is_offloaded)
             self.micro_batch = self._agree(fitting(free, needed, largest=self._largest(batch)))
+            self.activation_bytes = needed * self.micro_batch
             self._forget()
         return min(self.micro_batch, self._largest(batch))
 
@@ -136,17 +138,16 @@ class InnerStep:
         """Return the gradients that `backward` has accumulated, in the order of `trainable`."""
         return [param.grad for param in self.trainable.values() if param.grad is not None]
 
+    @property
+    def muon_matrices(self) -> list[Tensor]:
+        groups = [group for one in self.optimizers if isinstance(one, Muon) for group in one.param_groups]
+        return [param for group in groups for param in group["params"]]
+
     def warnings(self, sequence_length: int) -> list[str]:
         """Warn if Muon is slow with so few tokens per step, because its cost does not depend on their number."""
         num_tokens = self.train.batch_size * sequence_length
         passes = num_tokens * flops_per_token(self.model, sequence_length=sequence_length)
-        muon = sum(
-            flops(*param.shape)
-            for optimizer in self.optimizers
-            if isinstance(optimizer, Muon)
-            for group in optimizer.param_groups
-            for param in group["params"]
-        )
+        muon = sum(flops(*param.shape) for param in self.muon_matrices)
         if muon <= MOST_MUON * passes:
             return []
         return [

@@ -111,13 +111,16 @@ class TrainerBase:
 
     def _needs(self, *, frozen_bytes: int = 0) -> Needs:
         """Estimate the memory, disk space and traffic that this run needs on this machine."""
-        self.inner_step.forget()
+        step = self.inner_step
+        step.forget()
         return estimate(
             self.spec,
-            num_parameters=sum(param.numel() for param in self.inner_step.trainable.values()),
+            num_parameters=sum(param.numel() for param in step.trainable.values()),
+            num_matrix_parameters=sum(param.numel() for param in step.muon_matrices),
             frozen_bytes=frozen_bytes,
+            activation_bytes=step.activation_bytes,
             folder=self.peer.settings.state_dir,
-            compute=self.inner_step.compute,
+            compute=step.compute,
             device=self.device,
             keep_checkpoints=self.peer.settings.keep_checkpoints,
         )
