@@ -190,7 +190,7 @@ def model(spec: TrainerSpec, settings: PeerSettings) -> list[Check]:
 def needs(spec: Spec, num_parameters: int, settings: PeerSettings) -> Check:
     """Compare the memory and disk space that the run's model needs (without activations) with what is free."""
     folder = next(parent for parent in (settings.state_dir, *settings.state_dir.parents) if parent.exists())
-    found = estimate(spec, num_parameters=num_parameters, folder=folder)
+    found = estimate(spec, num_parameters=num_parameters, folder=folder, settings=settings)
     text = f"{count(num_parameters)} parameters: {found.summary()}"
     warnings = found.warnings()
     fix = "join a smaller run, or use a larger machine"

@@ -120,9 +120,9 @@ class TrainerBase:
             frozen_bytes=frozen_bytes,
             activation_bytes=step.activation_bytes,
             folder=self.peer.settings.state_dir,
+            settings=self.peer.settings,
             compute=step.compute,
             device=self.device,
-            keep_checkpoints=self.peer.settings.keep_checkpoints,
         )
 
     # data

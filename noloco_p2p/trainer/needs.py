@@ -34,17 +34,24 @@ class Needs:
     model_bytes: int  # on an accelerator, without activations
     activation_bytes: int | None  # on an accelerator, or None if they are unknown
     host_bytes: int  # in main memory: libraries, slices and payloads of swaps, the state of the outer step, and the DHT
-    disk_bytes: int
+    checkpoint_bytes: int
+    num_checkpoints: int  # on the disk at a time, one of which is being written
+    save_every_s: float
     memory_free_bytes: int
     memory_used_bytes: int  # by this process, which is a part of its needs
     disk_free_bytes: int
     is_on_host: bool  # whether the model is in main memory, too
+
+    @property
+    def disk_bytes(self) -> int:
+        return self.num_checkpoints * self.checkpoint_bytes
 
     def lines(self) -> list[str]:
         """Format the needs for the user."""
         return [
             f"model: {count(self.num_parameters)} trainable parameters",
             f"needs: {self.summary()}",
+            f"writes a checkpoint of {mib(self.checkpoint_bytes)} every {self.save_every_s / 60:.3g} min",
             "swaps use the whole link, unless --max-upload and --max-download limit them",
             f"free on this machine: {mib(self.memory_free_bytes)} of memory, {mib(self.disk_free_bytes)} of disk space",
         ]
@@ -77,9 +84,9 @@ def estimate(
     frozen_bytes: int = 0,
     activation_bytes: int | None = None,
     folder: Path,
+    settings: PeerSettings,
     compute: Compute | None = None,
     device: torch.device = CPU,
-    keep_checkpoints: int = 2,
 ) -> Needs:
     """Estimate the needs of a run on this machine.
 
@@ -96,7 +103,9 @@ def estimate(
         model_bytes=model_bytes // compute.num_ranks,
         activation_bytes=activation_bytes,
         host_bytes=offloaded + _host_bytes(spec, num_parameters),
-        disk_bytes=(keep_checkpoints + 1) * (_checkpoint_vectors(spec) * FP32_BYTES * num_parameters + moments),
+        checkpoint_bytes=_checkpoint_vectors(spec) * FP32_BYTES * num_parameters + moments,
+        num_checkpoints=settings.keep_checkpoints + 1,
+        save_every_s=settings.save_every_s,
         memory_free_bytes=free_memory(),
         memory_used_bytes=psutil.Process().memory_info().rss,
         disk_free_bytes=shutil.disk_usage(folder).free,
