@@ -146,7 +146,7 @@ def speeds(files: str, quick: bool) -> list[Claim]:
     return found
 
 
-def trained_tokenizer() -> PreTrainedTokenizerFast:
+def trained_tokenizer(vocab_size: int = VOCABULARY) -> PreTrainedTokenizerFast:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     bpe = Tokenizer(models.BPE())
@@ -154,7 +154,7 @@ def trained_tokenizer() -> PreTrainedTokenizerFast:
     bpe.decoder = decoders.ByteLevel()
     texts = (str(document.content) for document in islice(Reader(builtin_corpus()).epoch(), 200))
     bpe.train_from_iterator(
-        texts, trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=["<pad>", "</s>"], show_progress=False)
+        texts, trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=["<pad>", "</s>"], show_progress=False)
     )
     return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="</s>", pad_token="<pad>")
 

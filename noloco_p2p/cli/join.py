@@ -115,7 +115,8 @@ def _train(
         for warning in [*spec.warnings(), *_warnings(spec, settings)]:
             log.warning(warning)
         trainer = StageTrainer(peer, say=_say) if spec.pipeline.stages > 1 else Trainer(peer, say=_say, ranks=ranks)
-        for warning in trainer.inner_step.compute.warnings(here, spec):
+        step = trainer.inner_step
+        for warning in [*step.compute.warnings(here, spec), *step.warnings(spec.data.sequence_length)]:
             log.warning(warning)
         needs = trainer.needs()
         for line in needs.lines():

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BLOCK_TOKENS = 1 << 19  # 2 MB at most; about 30 files of the built-in corpus
+SMALL_BLOCKS = 4  # at the start, each of them half as large as the next one
 MAX_DOCUMENTS = 64  # documents encoded together
 MAX_CHARS = 1 << 16
 VALIDATION_POOL = 16  # sequences read for each evaluated one, so that they do not all come from one document
@@ -184,17 +185,19 @@ class TokenStream:
         """Return the next block in shuffled order, with the shape (number of sequences, sequence_length).
 
         If there is a single source, a block also ends with the epoch, unless it is still shorter than one sequence.
+        The first blocks are smaller, because training waits for them.
         """
+        enough = max(self.sequence_length, self.block_tokens >> max(0, SMALL_BLOCKS - self._block))
         order = f"{self._peer_id}/{self._feeds[0].reader.place.epoch}/{self._block}"
         arrays, num_tokens = [self._carry], len(self._carry)
         with self._progress.task("reading data", unit="tokens") as report:
-            while num_tokens < self.block_tokens:
+            while num_tokens < enough:
                 total = sum(feed.taken_tokens for feed in self._feeds)
                 behind = [feed.share * total - feed.taken_tokens for feed in self._feeds]
                 read, is_end = self._read_some(self._feeds[behind.index(max(behind))])
                 arrays += read
                 num_tokens += sum(map(len, read))
-                report(min(num_tokens, self.block_tokens), self.block_tokens)
+                report(min(num_tokens, enough), enough)
                 if is_end and len(self._feeds) == 1 and num_tokens >= self.sequence_length:
                     break
         sequences, self._carry = cut(arrays, self.sequence_length)

@@ -190,11 +190,8 @@ def model(spec: TrainerSpec, settings: PeerSettings) -> list[Check]:
 def needs(spec: Spec, num_parameters: int, settings: PeerSettings) -> Check:
     """Compare the memory and disk space that the run's model needs (without activations) with what is free."""
     folder = next(parent for parent in (settings.state_dir, *settings.state_dir.parents) if parent.exists())
-    found = estimate(spec, num_parameters=num_parameters, step_s=1.0, folder=folder)
-    text = (
-        f"{count(num_parameters)} parameters: {mib(found.model_bytes)} to train, {mib(found.swap_bytes)} to swap, "
-        f"{mib(found.disk_bytes)} of disk space"
-    )
+    found = estimate(spec, num_parameters=num_parameters, folder=folder, settings=settings)
+    text = f"{count(num_parameters)} parameters: {found.summary()}"
     warnings = found.warnings()
     fix = "join a smaller run, or use a larger machine"
     return Check.of("the model", "; ".join([text, *warnings]), fix, fails=bool(warnings))

@@ -128,6 +128,14 @@ def _whole_factor(gram: Tensor) -> Tensor:
     return factor
 
 
+def flops(rows: int, cols: int) -> float:
+    """Return the number of flops of the products with which a step orthogonalizes a matrix."""
+    short, long = sorted((rows, cols))
+    if long > LONG * short:  # the products of `_whole_factor` are square, and two are not
+        return 4.0 * short**2 * long + 18.0 * short**3
+    return len(COEFFICIENTS) * (4.0 * short**2 * long + 2.0 * short**3)
+
+
 def product_dtype(device: torch.device) -> torch.dtype:
     """Return bf16 for an accelerator that computes in bf16, and fp32 for all other devices, including all CPUs."""
     return torch.bfloat16 if device.type == "cuda" and has_fast_bf16(device) else torch.float32

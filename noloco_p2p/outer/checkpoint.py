@@ -8,6 +8,9 @@
 A checkpoint is written to a `.partial-*` folder. Every file in it is synced, the folder is renamed, and its parent is
 synced. A checkpoint is therefore either complete or absent, even after a crash. Nothing is pickled. What cannot be read
 is not taken for damaged, and nothing is deleted unless it was verified.
+
+Tensors are written one after another, straight from where they are, so a checkpoint needs no memory for a second copy
+of the state. Training waits only until the system has them in its page cache. Hashing and syncing come later.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import errno
 import fcntl
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -23,15 +27,17 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+import torch
 from blake3 import blake3
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
-from noloco_p2p.devices import free_memory
+from noloco_p2p.codec import chunk_bounds
 from noloco_p2p.errors import CheckpointError
 from noloco_p2p.outer.plain_values import packed, unpacked
 
@@ -41,10 +47,29 @@ MANIFEST = "manifest.json"
 META = "meta.json"
 VERSION = 1
 _NAME = re.compile(r"^(\d{8,})-step-(\d+)$")
-_OS_ERROR = re.compile(r"os error (\d+)")  # in a SafetensorError, which has no errno
 _PARTIAL = ".partial-"
 _LOCK = ".writer.lock"
-USED_SHARE = 0.5  # share of free memory for the copy of a state; if it needs more, training waits for the disk
+READ_BYTES = 1 << 20  # at a time; the pages of a mapped file would count as memory of this process
+DTYPES = {  # their names in safetensors
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+}
 
 REMEDIES = {
     errno.ENOSPC: "free up disk space, or choose another folder",
@@ -55,7 +80,16 @@ REMEDIES = {
     errno.EROFS: "it is on a read-only file system: choose another folder",
 }
 
-Files = Mapping[str, Mapping[str, Tensor]]
+
+@dataclass(frozen=True, slots=True)
+class Vector:
+    """A flat fp32 vector that does not exist as a tensor. `read(start, stop)` returns a part of it."""
+
+    num_elements: int
+    read: Callable[[int, int], Tensor]
+
+
+Files = Mapping[str, Mapping[str, Tensor | Vector]]
 
 
 class UnreadableCheckpoint(CheckpointError):
@@ -154,25 +188,36 @@ class Checkpoints:
         if any(folder.glob(f"{_PARTIAL}*")):
             self._remove_leftovers()
 
-    def save(self, step: int, *, files: Mapping[str, Mapping[str, Tensor]], meta: Mapping[str, Any]) -> Path:
+    def save(self, step: int, *, files: Files, meta: Mapping[str, Any]) -> Path:
         """Write a checkpoint with a file STEM.safetensors for every stem of `files`, and return its folder.
 
         `meta` is written as JSON. Tensors may be on any device. Raises SettingsError for other values in `meta`, and
         CheckpointError if writing fails, for example because the disk is full. The older checkpoints are then kept.
         """
+        return self.begin(step, files=files, meta=meta)()
+
+    def begin(self, step: int, *, files: Files, meta: Mapping[str, Any]) -> Callable[[], Path]:
+        """Write the files of a checkpoint as `save` does, and return a function that completes it.
+
+        The tensors may change as soon as this returns. Call the function, on any thread, because nothing else can be
+        saved before. Until it has returned, there is no checkpoint.
+        """
         content = json.dumps(packed(meta, "meta"), indent=1).encode()
-        try:
-            with self._writing():
-                path = self._write(step, files=files, meta=content)
+        with self._explained(step):
+            lock = self._lock()
+            try:
+                partial = self._write(files, content)
+            except BaseException:
+                lock.close()
+                raise
+
+        def complete() -> Path:
+            with self._explained(step), lock:
+                path = self._complete(step, partial)
                 self._prune()
-        except (OSError, SafetensorError) as error:
-            number = error.errno if isinstance(error, OSError) else _OS_ERROR.search(str(error))
-            remedy = REMEDIES.get(int(number[1]) if isinstance(number, re.Match) else number or 0)
-            raise CheckpointError(
-                f"cannot write the checkpoint of step {step} to {self.folder}: {error} (earlier checkpoints are intact)"
-                + (f"; {remedy}" if remedy else "")
-            ) from None
-        return path
+                return path
+
+        return complete
 
     def newest(self) -> Checkpoint | None:
         """Return the newest checkpoint that passes verification, or None if there is no checkpoint.
@@ -201,14 +246,18 @@ class Checkpoints:
             )
         return None
 
-    def _write(self, step: int, *, files: Files, meta: bytes) -> Path:
-        paths = self._list()
-        number = _number(paths[-1]) + 1 if paths else 0
+    def _write(self, files: Files, meta: bytes) -> Path:
         partial = Path(tempfile.mkdtemp(prefix=_PARTIAL, dir=self.folder))
-        try:
+        with _removed_on_failure(partial):
             (partial / META).write_bytes(meta)
             for stem, tensors in files.items():
-                save_file(_apart(tensors), partial / f"{stem}.safetensors")
+                write_tensors(partial / f"{stem}.safetensors", tensors)
+        return partial
+
+    def _complete(self, step: int, partial: Path) -> Path:
+        paths = self._list()
+        number = _number(paths[-1]) + 1 if paths else 0
+        with _removed_on_failure(partial):
             described = {path.name: _describe(path) for path in sorted(partial.iterdir())}
             manifest = {"version": VERSION, "step": step, "files": described}
             (partial / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
@@ -220,9 +269,6 @@ class Checkpoints:
             final = self.folder / f"{number:08d}-step-{step}"
             partial.rename(final)
             self._is_whole[final] = True
-        except BaseException:  # even after Ctrl-C, a partial checkpoint must not be left behind to fill the disk
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
         _sync(self.folder)
         return final
 
@@ -255,29 +301,40 @@ class Checkpoints:
 
     def _remove_leftovers(self) -> None:
         try:
-            with self._writing():
+            with self._lock():
                 for path in self.folder.glob(f"{_PARTIAL}*"):
                     shutil.rmtree(path, ignore_errors=True)
         except OSError as error:  # the folder is read-only, or another process is writing
             log.debug("could not remove partial checkpoints in %s: %s", self.folder, error)
 
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Hold the writer lock. Raises OSError if another process holds it.
+    def _lock(self) -> IO[str]:
+        """Take the writer lock, and return the file that holds it until it is closed. Raises OSError if it is taken.
 
         The kernel releases the lock when the process dies.
         """
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # the weights of a private run are private
-        with (self.folder / _LOCK).open("w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise OSError("another process is writing a checkpoint to this folder") from None
+        lock = (self.folder / _LOCK).open("w")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            raise OSError("another process is writing a checkpoint to this folder") from None
+        return lock
+
+    @contextmanager
+    def _explained(self, step: int) -> Iterator[None]:
+        try:
             yield
+        except OSError as error:
+            remedy = REMEDIES.get(error.errno or 0)
+            raise CheckpointError(
+                f"cannot write the checkpoint of step {step} to {self.folder}: {error} (earlier checkpoints are intact)"
+                + (f"; {remedy}" if remedy else "")
+            ) from None
 
 
 class Saver:
-    """Writes checkpoints in the background, one at a time. What it writes is copied first, so training continues."""
+    """Completes checkpoints in the background, one at a time."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -286,25 +343,10 @@ class Saver:
     def is_busy(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def begin(self, write: Callable[[Files], object], live: Files) -> None:
-        """Call `write` with a copy of the tensors `live` on another thread, unless the saver is busy.
-
-        If the program exits during a write, the process ends only after the write. If there is too little memory for a
-        copy, this call blocks until the checkpoint is written.
-        """
-        num_bytes = sum(tensor.nbytes for tensors in live.values() for tensor in tensors.values())
-        has_room = num_bytes < USED_SHARE * free_memory()
-        if has_room:
-            live = {
-                stem: {name: value.to("cpu", copy=True) for name, value in tensors.items()}
-                for stem, tensors in live.items()
-            }
-        else:
-            log.info("training is waiting for a checkpoint: not enough memory for a copy")
-        self._thread = threading.Thread(target=write, args=(live,), name="noloco-checkpoint")
+    def begin(self, complete: Callable[[], object]) -> None:
+        """Call `complete` on another thread. If the program exits meanwhile, the process ends only after the call."""
+        self._thread = threading.Thread(target=complete, name="noloco-checkpoint")
         self._thread.start()
-        if not has_room:
-            self.wait()
 
     def wait(self) -> None:
         """Wait until no checkpoint is being written."""
@@ -313,14 +355,46 @@ class Saver:
             self._thread = None
 
 
-def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors on the CPU, contiguous and apart in memory, as safetensors needs them. Few need a copy."""
-    found, end = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, 0
-    for name, tensor in sorted(found.items(), key=lambda item: item[1].data_ptr()):
-        if tensor.data_ptr() < end:
-            found[name] = tensor.clone()
-        end = max(end, tensor.data_ptr() + tensor.nbytes)
-    return found
+def write_tensors(path: Path, tensors: Mapping[str, Tensor | Vector]) -> None:
+    """Write a safetensors file without copying more than one tensor that is not contiguous or not on the CPU.
+
+    Raises OSError if the file cannot be written, and CheckpointError for a dtype that safetensors does not have.
+    """
+    dtypes = {name: torch.float32 if isinstance(value, Vector) else value.dtype for name, value in tensors.items()}
+    if unknown := next((name for name, dtype in dtypes.items() if dtype not in DTYPES), None):
+        raise CheckpointError(f"{unknown} is {dtypes[unknown]}, which a checkpoint cannot hold")
+    names = sorted(tensors, key=lambda name: (-dtypes[name].itemsize, name))  # so that all are aligned
+    header, end = dict[str, Any](), 0
+    for name in names:
+        shape = [value.num_elements] if isinstance(value := tensors[name], Vector) else [*value.shape]
+        start, end = end, end + math.prod(shape) * dtypes[name].itemsize
+        header[name] = {"dtype": DTYPES[dtypes[name]], "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            for part in _parts(tensors[name]):
+                values = part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+                file.write(values)  # pyright: ignore[reportArgumentType] - it has the buffer protocol
+
+
+def _parts(value: Tensor | Vector) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    else:
+        for start, stop in chunk_bounds(value.num_elements):
+            yield value.read(start, stop)
+
+
+@contextmanager
+def _removed_on_failure(folder: Path) -> Iterator[None]:
+    """Even after Ctrl-C, a partial checkpoint must not be left behind to fill the disk."""
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def _unreadable(path: Path, error: OSError) -> UnreadableCheckpoint:
@@ -336,8 +410,10 @@ def _number(path: Path) -> int:
 
 
 def _describe(path: Path) -> dict[str, Any]:
-    hasher = blake3()
-    hasher.update_mmap(path)
+    hasher, buffer = blake3(), memoryview(bytearray(READ_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while length := file.readinto(buffer):
+            hasher.update(buffer[:length])
     return {"bytes": path.stat().st_size, "blake3": hasher.hexdigest()}
 
 

@@ -29,7 +29,7 @@ from noloco_p2p.gossip.exchange import Exchange
 from noloco_p2p.gossip.frames import StateManifest
 from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.outer import saved_state
-from noloco_p2p.outer.checkpoint import Checkpoint, Checkpoints, Files, Saver
+from noloco_p2p.outer.checkpoint import Checkpoint, Checkpoints, Saver, Vector
 from noloco_p2p.outer.flat import FlatParameters, check_values
 from noloco_p2p.outer.mixing import Mixing, Swapped
 from noloco_p2p.outer.optimizer_state import InnerState, inner_state, is_skipped
@@ -361,68 +361,66 @@ class NoLoCo:
         Raises CheckpointError if writing fails; in that case, the last good checkpoint remains intact.
         """
         self._saver.wait()  # only one checkpoint can be written at a time
-        live, write = self._checkpoint(self._meta())
-        return write(live)
+        return self._checkpoint(self._meta())()
 
     def save_in_background(self, *, done: Callable[[Path], None] | None = None) -> bool:
-        """Save the current state as `save` does, while training continues. Return False if the last save is unfinished.
+        """Save the current state as `save` does. Return False if the last save is unfinished.
 
-        `done` is called with the folder, on the thread that wrote the checkpoint. A failure is logged, and the last
-        good checkpoint is kept.
+        Training waits until the state is in the system's page cache, and continues while the disk writes it. `done` is
+        called with the folder, on another thread. A failure is logged, and the last good checkpoint is kept.
         """
         if self._saver.is_busy:
             log.warning(
                 "skipped the checkpoint of step %d because the previous one is still being written", self.num_steps
             )
             return False
+        step = self.num_steps
         try:
             meta = self._meta()
-        except Exception:  # of the caller, which must not end training
-            log.exception("the checkpoint of step %d could not be made", self.num_steps)
+        except Exception as error:  # noqa: BLE001 - of the caller, which must not end training
+            _log_failure(error, step)
             return False
         try:
-            live, write = self._checkpoint(meta)
-        except CheckpointError as error:
-            log.error("%s", error)
+            complete = self._checkpoint(meta)
+        except (CheckpointError, SettingsError) as error:  # other errors are those of other processes of this peer
+            _log_failure(error, step)
             return False
 
-        def write_and_tell(copied: Files) -> None:
+        def complete_and_tell() -> None:
             try:
-                folder = write(copied)
+                folder = complete()
                 if done:
                     done(folder)
-            except NolocoError as error:
-                log.error("%s", error)
-            except Exception:  # without this, the error would be lost with the thread
-                log.exception("a checkpoint could not be written")
+            except Exception as error:  # noqa: BLE001 - it would be lost with the thread
+                _log_failure(error, step)
 
-        self._saver.begin(write_and_tell, live)
+        self._saver.begin(complete_and_tell)
         return True
 
-    def _checkpoint(self, meta: dict[str, Any]) -> tuple[Files, Callable[[Files], Path]]:
-        """Return the tensors of a checkpoint that training will change, and a function to call with their copies.
+    def _checkpoint(self, meta: dict[str, Any]) -> Callable[[], Path]:
+        """Write the files of a checkpoint, and return a function to call, on any thread, that completes it.
 
-        It writes them and the rest of the checkpoint, serves it to newcomers, and returns its folder.
+        It serves the checkpoint to newcomers, and returns its folder.
         """
         if not self.weights.looks_finite():
             raise CheckpointError("the weights are not finite, so they are not saved (earlier checkpoints are intact)")
-        live: dict[str, Mapping[str, Tensor]] = {}
+        files: dict[str, Mapping[str, Tensor | Vector]] = {saved_state.STATE_FILE: self.weights.vectors()}
         if buffers := saved_state.persistent_buffers(self._model):
-            live[saved_state.BUFFERS_FILE] = buffers
+            files[saved_state.BUFFERS_FILE] = buffers
         is_exact = all(param.dtype is not torch.float64 for _, param in self.weights.parameters.named)
         if self.weights.slow is not None or not is_exact:
-            live[saved_state.FAST_FILE] = self.weights.parameters.named_values()
+            files[saved_state.FAST_FILE] = self.weights.parameters.named_values()
         if self._inner:
-            live[saved_state.INNER_FILE] = self._inner.state()
-        fresh, step, position = {saved_state.STATE_FILE: self.weights.tensors()}, self.num_steps, self._position()
-        meta = {**meta, "outer": position}
+            files[saved_state.INNER_FILE] = self._inner.state()
+        position = self._position()
+        complete = self._checkpoints.begin(self.num_steps, files=files, meta={**meta, "outer": position})
 
-        def write(changing: Files) -> Path:
-            folder = self._checkpoints.save(step, files={**fresh, **changing}, meta=meta)
+        def complete_and_serve() -> Path:
+            folder = complete()
             self._serve(folder, position)
             return folder
 
-        return live, write
+        return complete_and_serve
 
     def state_dict(self) -> dict[str, Any]:
         """Return the outer state and the position in the run, for the caller's own checkpoint.
@@ -573,6 +571,13 @@ class NoLoCo:
             progress=position["progress"],
         )
         self._peer.membership.serve_state(saved)
+
+
+def _log_failure(error: Exception, step: int) -> None:
+    if isinstance(error, NolocoError):
+        log.error("%s", error)
+    else:
+        log.error("the checkpoint of step %d could not be written", step, exc_info=error)
 
 
 def _trainable(model: nn.Module) -> list[int]:

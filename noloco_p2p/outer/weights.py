@@ -12,6 +12,7 @@ from noloco_p2p.codec import CHUNK_ELEMENTS, chunk_bounds
 from noloco_p2p.devices import has_own_memory
 from noloco_p2p.errors import CheckpointError
 from noloco_p2p.gossip.units import MOST_ELEMENTS, Slice, Units
+from noloco_p2p.outer.checkpoint import Vector
 from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.outer.outer_step import outer_step
 from noloco_p2p.outer.update_filter import SCALE_WAITING, UpdateFilter
@@ -177,6 +178,10 @@ class Weights:
         """Return copies of what a newcomer takes over with `take`: flat fp32 vectors on the CPU."""
         momentum = {} if self.momentum is None else {OUTER_MOMENTUM: self.momentum.clone()}
         return {WEIGHTS: self._copy() if self.slow is None else self.slow.clone(), **momentum}
+
+    def vectors(self) -> dict[str, Tensor | Vector]:
+        """Return the same vectors as `tensors` does, without copying them."""
+        return {WEIGHTS: Vector(self.num_elements, self.parameters.read), **self.outer_state()}
 
     def outer_state(self) -> dict[str, Tensor]:
         """Return, without copying them, the vectors that the model itself does not contain."""

@@ -214,6 +214,7 @@ class Network:
     to a private run.
     """
 
+    limits: Limits
     directory: SwarmDirectory
     reachability: Reachability
     live_peers: LivePeers
@@ -242,9 +243,6 @@ class Network:
         self.identity = Identity.load_or_create(settings.state_dir / "identity.key")
         self.session = Session(self.identity, find_invitation(target, settings))
         self.bans = BanList(settings.state_dir / "bans.json")
-        self.limits = Limits.of(
-            upload_bytes_per_s=settings.upload_bytes_per_s, download_bytes_per_s=settings.download_bytes_per_s
-        )
         self.states = StateServer()
         self.stage_flow: Flow | None = None
         self.target = target
@@ -258,6 +256,9 @@ class Network:
     async def start(self, verbs: Mapping[str, Handler]) -> None:
         """Start all parts. `verbs` answer the control socket. Call `stop` even if this fails."""
         settings, parts = self._settings, self._parts
+        self.limits = Limits.of(  # here, because it needs the loop of the network thread
+            upload_bytes_per_s=settings.upload_bytes_per_s, download_bytes_per_s=settings.download_bytes_per_s
+        )
         ports = Ports(settings)
         ports.check()
         if isinstance(self.target, Ticket) and (why := leads_to_itself(self.target, self.identity.peer_id)):

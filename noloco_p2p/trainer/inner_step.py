@@ -16,10 +16,19 @@ from torch import Tensor, distributed, nn
 from noloco_p2p.devices import empty_cache, has_own_memory, is_out_of_memory
 from noloco_p2p.errors import ModelError
 from noloco_p2p.optim.inner import learning_rate, make_inner_optimizers
+from noloco_p2p.optim.muon import Muon, flops
 from noloco_p2p.outer.optimizer_state import flatten_optimizers, restore_optimizers
 from noloco_p2p.spec import TrainSpec
 from noloco_p2p.telemetry.progress import Progress
-from noloco_p2p.trainer.compute import Compute, fitting, free_bytes, local, micro_batches, sequence_bytes
+from noloco_p2p.trainer.compute import (
+    Compute,
+    fitting,
+    flops_per_token,
+    free_bytes,
+    local,
+    micro_batches,
+    sequence_bytes,
+)
 from noloco_p2p.trainer.evaluate import evaluate_loss
 from noloco_p2p.trainer.model import causal_lm_loss, hidden_matrices
 
@@ -27,6 +36,7 @@ log = logging.getLogger(__name__)
 
 # Bytes of parameters that are stepped together. The accelerator holds two or three times as many bytes of moments.
 BUCKET_BYTES = 64 << 20
+MOST_MUON = 0.5  # of the flops of the forward and backward passes
 
 
 class InnerStep:
@@ -58,6 +68,7 @@ class InnerStep:
         self.device = next(iter(self.trainable.values())).device
         self.gradient_norm: Tensor | None = None  # of the last step, before clipping; it stays on the device
         self.micro_batch = self.compute.micro_batch
+        self.activation_bytes: int | None = None  # of a pass on this device, if `fit` has measured a sequence
         self.weights_lock: AbstractContextManager[object] = nullcontext()
         self._is_bf16 = self.compute.is_bf16(self.device)
         self._is_offloaded = self.compute.offload_optimizer and has_own_memory(self.device)
@@ -111,20 +122,38 @@ class InnerStep:
     def fit(self, batch: Tensor) -> int:
         """Return how many sequences of `batch` fit into memory at a time, and use that number in later steps.
 
-        The number is estimated from one measured sequence, unless the settings of the machine fix it. Gradients are
-        dropped. Call this before the first step.
+        The number is estimated from one measured sequence, unless the settings of the machine fix it or there is only
+        one. Gradients are dropped. Call this before the first step.
         """
-        if not self.compute.micro_batch:
+        if not self.compute.micro_batch and self._largest(batch) > 1:
             needed = sequence_bytes(self._backward_alone, batch[:1], self.device)
             num_parameters = sum(local(param).numel() for param in self.trainable.values())
             free = free_bytes(self.device, num_parameters=num_parameters, has_moments=not self._is_offloaded)
             self.micro_batch = self._agree(fitting(free, needed, largest=self._largest(batch)))
+            self.activation_bytes = needed * self.micro_batch
             self._forget()
         return min(self.micro_batch, self._largest(batch))
 
     def gradients(self) -> Sequence[Tensor]:
         """Return the gradients that `backward` has accumulated, in the order of `trainable`."""
         return [param.grad for param in self.trainable.values() if param.grad is not None]
+
+    @property
+    def muon_matrices(self) -> list[Tensor]:
+        groups = [group for one in self.optimizers if isinstance(one, Muon) for group in one.param_groups]
+        return [param for group in groups for param in group["params"]]
+
+    def warnings(self, sequence_length: int) -> list[str]:
+        """Warn if Muon is slow with so few tokens per step, because its cost does not depend on their number."""
+        num_tokens = self.train.batch_size * sequence_length
+        passes = num_tokens * flops_per_token(self.model, sequence_length=sequence_length)
+        muon = sum(flops(*param.shape) for param in self.muon_matrices)
+        if muon <= MOST_MUON * passes:
+            return []
+        return [
+            f"with {num_tokens:,} tokens per step, Muon computes {muon / passes:.0%} as much as the forward and "
+            "backward passes; increase train.batch_size, or set train.inner_optimizer to 'adamw'"
+        ]
 
     # optimizer state
 

@@ -38,7 +38,7 @@ from noloco_p2p.trainer.cut import check_stages
 from noloco_p2p.trainer.evaluate import perplexity
 from noloco_p2p.trainer.inner_step import InnerStep
 from noloco_p2p.trainer.model import build_model, build_tokenizer, check_vocabulary, count_parameters
-from noloco_p2p.trainer.needs import Needs, check_memory, estimate, probe_step_s
+from noloco_p2p.trainer.needs import Needs, check_memory, estimate
 from noloco_p2p.trainer.ranks import Ranks
 from noloco_p2p.trainer.sharded import ShardedParameters, ShardedStep, shard
 from noloco_p2p.trainer.start import has_start, load_start
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-FIRST_REPORT_S = 2.0  # the first report and checkpoint are early, because newcomers need a donor
+FIRST_REPORT_S = 2.0
 SEED_BYTES = 6  # 2 ** 48 seeds
 
 
@@ -109,18 +109,20 @@ class TrainerBase:
             self.peer.restore_metrics(checkpoint.meta["metrics"])
             self.say(f"resumed from step {self.peer.metrics.step} ({checkpoint.path})")
 
-    def _needs(self, step_s: float, *, frozen_bytes: int = 0) -> Needs:
+    def _needs(self, *, frozen_bytes: int = 0) -> Needs:
         """Estimate the memory, disk space and traffic that this run needs on this machine."""
-        self.inner_step.forget()
+        step = self.inner_step
+        step.forget()
         return estimate(
             self.spec,
-            num_parameters=sum(param.numel() for param in self.inner_step.trainable.values()),
+            num_parameters=sum(param.numel() for param in step.trainable.values()),
+            num_matrix_parameters=sum(param.numel() for param in step.muon_matrices),
             frozen_bytes=frozen_bytes,
-            step_s=step_s,
+            activation_bytes=step.activation_bytes,
             folder=self.peer.settings.state_dir,
-            compute=self.inner_step.compute,
+            settings=self.peer.settings,
+            compute=step.compute,
             device=self.device,
-            keep_checkpoints=self.peer.settings.keep_checkpoints,
         )
 
     # data
@@ -158,13 +160,15 @@ class TrainerBase:
     def _run(self, step: Callable[[], bool], *, measure: Callable[[], None], evaluate: Callable[[], None]) -> None:
         """Take steps until `step` returns False, `max_steps` steps are taken, or the peer is asked to leave.
 
-        In between, report, evaluate and save, each at its own interval. `measure` updates the loss and the speed in the
-        metrics before a report. `evaluate` measures the loss on the held-out sequences.
+        In between, report, save and evaluate, each at its own interval. The first checkpoint and the first evaluation
+        follow the first step. `measure` updates the loss and the speed in the metrics before a report. `evaluate`
+        measures the loss on the held-out sequences.
         """
         peer, metrics, settings = self.peer, self.peer.metrics, self.peer.settings
         last_step = None if settings.max_steps is None else metrics.step + settings.max_steps
-        report_at_s = save_at_s = time.monotonic() + min(FIRST_REPORT_S, settings.report_every_s)
-        first_step = evaluated_step = metrics.step
+        save_at_s = time.monotonic()  # at once, because newcomers need a donor
+        report_at_s = save_at_s + min(FIRST_REPORT_S, settings.report_every_s)
+        first_step, evaluated_step = metrics.step, -1
         every = self.spec.evaluate.every_steps
         try:
             while metrics.step != last_step and not peer.leave_requested.is_set() and step():
@@ -338,8 +342,7 @@ class Trainer(TrainerBase):
     def needs(self) -> Needs:
         """Estimate the memory, disk space and traffic that this run needs on this machine.
 
-        The speed is measured with a few forward and backward passes. This also determines how many sequences fit into
-        memory at a time.
+        This also determines how many sequences of a batch fit into memory at a time.
         """
         self.model.train()
         batch_size, batch = self.spec.train.batch_size, self.validation[0]
@@ -348,7 +351,7 @@ class Trainer(TrainerBase):
         per_gpu = -(-batch_size // self.inner_step.compute.num_ranks)
         if at_once < per_gpu:
             self.say(f"a step processes {per_gpu} sequences per GPU in micro-batches of {at_once}")
-        return self._needs(probe_step_s(self.inner_step.backward, whole), frozen_bytes=self._frozen_bytes)
+        return self._needs(frozen_bytes=self._frozen_bytes)
 
     def train(self) -> Path | None:
         """Train until the schedule is complete, `max_steps` steps are taken, or the peer is asked to leave.
@@ -359,8 +362,6 @@ class Trainer(TrainerBase):
         self.events.write("started", peer_id=peer.peer_id, address=peer.address, resumed_at=resumed_at)
         if not self.finished:
             self._pause_if_asked()  # the peer may have been started outside its hours
-        if not peer.leave_requested.is_set():
-            self._evaluate()
         self.model.train()
         self._measured_s = time.monotonic()
         self._run(self._step, measure=self._measure, evaluate=self._evaluate)

@@ -182,7 +182,7 @@ class StageTrainer(TrainerBase):
             f"stage {self.stage} of {spec.pipeline.stages}{' (head)' if self.stage == 0 else ''}: "
             f"this machine processes {count(self.peer.metrics.capacity)} tokens/s"
         )
-        return self._needs(microbatch_s * -(-spec.train.batch_size // spec.pipeline.microbatch))
+        return self._needs()
 
     # training
 
@@ -195,7 +195,6 @@ class StageTrainer(TrainerBase):
         place = {"peer_id": peer.peer_id, "address": peer.address, "stage": self.stage}
         self.events.write("started", **place, resumed_at=resumed_at)
         self._begin()
-        self._evaluate()
         self.work.stage.model.train()
         self._forget_speed()
         self._run(self._step, measure=self._measure, evaluate=self._evaluate)

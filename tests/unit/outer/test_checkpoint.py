@@ -18,10 +18,12 @@ from typing import Any
 
 import pytest
 import torch
+from harness.patience import PATIENCE_S
 from torch import Tensor
 
+from noloco_p2p.codec import CHUNK_ELEMENTS
 from noloco_p2p.errors import CheckpointError, SettingsError
-from noloco_p2p.outer.checkpoint import Checkpoint, Checkpoints
+from noloco_p2p.outer.checkpoint import DTYPES, Checkpoint, Checkpoints, Vector
 
 NUM_KILLS = 20
 
@@ -31,7 +33,7 @@ KILLER = """
 import os, random, signal, sys, time
 from pathlib import Path
 import torch
-from noloco_p2p.outer.checkpoint import Checkpoint, Checkpoints
+from noloco_p2p.outer.checkpoint import Checkpoint, Checkpoints, Vector
 folder, num_kills = Path(sys.argv[1]), int(sys.argv[2])
 moments = random.Random(7)
 
@@ -304,7 +306,7 @@ def test_leftovers_are_removed_unless_their_writer_lives(tmp_path: Path) -> None
     leftover = tmp_path / ".partial-old"
     leftover.mkdir()
     (leftover / "meta.json").touch()
-    with checkpoints._writing():
+    with checkpoints._lock():
         Checkpoints(tmp_path)
         assert leftover.exists()
         with pytest.raises(CheckpointError, match="another process is writing"):
@@ -362,3 +364,52 @@ def test_a_writer_killed_at_any_moment_leaves_only_readable_checkpoints(tmp_path
     num_partial, newest_round = map(int, done.stdout.split())
     assert num_partial > 0, "no kill struck in the middle of a write: the test shows nothing"
     assert newest_round >= NUM_KILLS - 1
+
+
+MEMORY = """
+import resource, sys
+from pathlib import Path
+import torch
+from noloco_p2p.outer.checkpoint import Checkpoints, Vector
+one = torch.ones(25_000_000)  # 100 MB
+files = {"weights": {"weights": Vector(len(one), lambda start, stop: one[start:stop].clone())}, "optimizer": {"x": one}}
+checkpoints = Checkpoints(Path(sys.argv[1]))
+checkpoints.save(0, files={}, meta={})
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+path = checkpoints.save(1, files=files, meta={})
+assert checkpoints.newest().path == path
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems count in other units")
+def test_a_checkpoint_takes_no_memory_for_a_copy_of_the_state(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY, str(tmp_path)], capture_output=True, text=True, check=False, timeout=PATIENCE_S
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 30_000, "KiB, of a state of 200 MB"
+
+
+def test_a_vector_that_is_no_tensor_is_written_in_parts(tmp_path: Path) -> None:
+    values = torch.randn(3 * CHUNK_ELEMENTS + 5)
+    vector = Vector(len(values), lambda start, stop: values[start:stop])
+    path = Checkpoints(tmp_path).save(0, files={"weights": {"weights": vector, "momentum": values[:7]}}, meta={})
+    loaded = Checkpoint(path).load("weights")
+    assert torch.equal(loaded["weights"], values)
+    assert torch.equal(loaded["momentum"], values[:7])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_all_dtypes_of_the_format_come_back(tmp_path: Path, dtype: torch.dtype) -> None:
+    values = torch.arange(32, dtype=torch.uint8).remainder(2).view(dtype)
+    path = Checkpoints(tmp_path).save(0, files={"x": {"a": values, "odd": torch.zeros(1, dtype=torch.uint8)}}, meta={})
+    loaded = Checkpoint(path).load("x")["a"]
+    assert loaded.dtype is dtype
+    assert torch.equal(loaded.view(torch.uint8), values.view(torch.uint8))
+
+
+def test_a_dtype_that_no_file_can_hold_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"spectrum is torch\.complex128"):
+        Checkpoints(tmp_path).save(0, files={"buffers": {"spectrum": torch.zeros(2, dtype=torch.complex128)}}, meta={})
+    assert folders(tmp_path) == []

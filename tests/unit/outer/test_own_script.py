@@ -98,7 +98,7 @@ from pathlib import Path
 from noloco_p2p.outer.checkpoint import Checkpoints, Saver
 checkpoints = Checkpoints(Path(sys.argv[1]))
 live = {"state": {"weights": torch.ones(30_000_000)}}
-Saver().begin(lambda files: checkpoints.save(0, files=files, meta={}), live)
+Saver().begin(checkpoints.begin(0, files=live, meta={}))
 """
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,24 +23,36 @@ SPEC = RunSpec(name="test", total_steps=100)
 
 
 class SlowDisk(Checkpoints):
-    """Writes only when the test allows it."""
+    """Completes a checkpoint only when the test allows it."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.go_on = threading.Event()
 
-    def save(self, step: int, **content: Any) -> Path:
-        assert self.go_on.wait(PATIENCE_S)
-        return super().save(step, **content)
+    def begin(self, step: int, **content: Any) -> Callable[[], Path]:
+        complete = super().begin(step, **content)
+
+        def wait_and_complete() -> Path:
+            assert self.go_on.wait(PATIENCE_S)
+            return complete()
+
+        return wait_and_complete
 
 
 class FullDisk(Checkpoints):
-    def save(self, step: int, **content: Any) -> Path:
-        raise CheckpointError("the disk is full")
+    """Is full when the files are written, or later, when they are synced."""
+
+    is_full_at_once = True
+
+    def begin(self, step: int, **content: Any) -> Callable[[], Path]:
+        def fail() -> Path:
+            raise CheckpointError("the disk is full")
+
+        return fail() if self.is_full_at_once else fail  # pyright: ignore[reportReturnType] - it does not return
 
 
 def make_noloco(swarm: MemorySwarm, disk: Checkpoints) -> tuple[NoLoCo, nn.BatchNorm1d]:
-    model = nn.BatchNorm1d(4)  # its running statistics are written from a copy
+    model = nn.BatchNorm1d(4)  # a checkpoint contains its running statistics
     return NoLoCo(model, None, swarm.peer("a"), save_every_s=0, checkpoints=disk), model
 
 
@@ -57,10 +70,15 @@ def test_it_is_of_the_moment_and_a_second_one_is_left_out(tmp_path: Path, caplog
     assert found == [0.0, 7.0]
 
 
-def test_a_full_disk_is_told_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_full_disk_is_told_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, *, at_once: bool
+) -> None:
     with MemorySwarm(SPEC) as swarm, caplog.at_level(logging.ERROR):
-        outer, _ = make_noloco(swarm, FullDisk(tmp_path))
-        assert outer.save_in_background()
+        disk = FullDisk(tmp_path)
+        disk.is_full_at_once = at_once
+        outer, _ = make_noloco(swarm, disk)
+        assert outer.save_in_background() is not at_once
         outer._saver.wait()
     assert "the disk is full" in caplog.text
 

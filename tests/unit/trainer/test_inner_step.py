@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
+from noloco_p2p.optim.muon import flops, orthogonalize
 from noloco_p2p.outer.checkpoint import Checkpoint, Checkpoints
 from noloco_p2p.outer.optimizer_state import flatten_optimizers, restore_optimizers
 from noloco_p2p.spec import DataSpec, ModelSpec, TrainerSpec, TrainSpec
@@ -46,6 +49,24 @@ def test_muon_takes_the_matrices_of_the_blocks_and_adamw_everything_else(tied: b
     assert all(name.startswith("model.layers.0") for name in muon)
     assert sorted([*muon, *adamw]) == sorted(inner.trainable)
     assert any("embed" in name for name in adamw)
+
+
+@pytest.mark.parametrize(
+    ("inner_optimizer", "batch_size", "tells"),
+    [("muon", 1, "with 16 tokens per step, Muon computes [0-9]+% as much as"), ("muon", 64, None), ("adamw", 1, None)],
+)
+def test_muon_with_few_tokens_is_told(inner_optimizer: str, batch_size: int, tells: str | None) -> None:
+    inner = make(inner_optimizer)
+    inner.train = inner.train.model_copy(update={"batch_size": batch_size})
+    warnings = inner.warnings(sequence_length=16)
+    assert [bool(re.match(tells, each)) for each in warnings] == [True] if tells else warnings == []
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (8, 11), (16, 8), (8, 40)], ids=["square", "wide", "tall", "long"])
+def test_the_flops_of_muon_are_those_of_its_products(shape: tuple[int, int]) -> None:
+    with FlopCounterMode(display=False) as counter:
+        orthogonalize(torch.randn(1, *shape))
+    assert counter.get_total_flops() == flops(*shape)
 
 
 @pytest.mark.parametrize("inner_optimizer", ["adamw", "muon"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -53,9 +54,34 @@ def test_what_a_machine_can_never_hold_is_refused_with_numbers(monkeypatch: pyte
 def test_only_an_outer_step_takes_memory_that_grows_with_the_model(tmp_path: Path) -> None:
     plain, momentum = TrainerSpec(name="r"), TrainerSpec(name="r", outer=OuterSpec(alpha=0.5))
     small, large, with_momentum = (
-        estimate(spec, num_parameters=size, step_s=1.0, folder=tmp_path)
+        estimate(spec, num_parameters=size, folder=tmp_path, settings=PeerSettings())
         for spec, size in ((plain, 10**8), (plain, 10**10), (momentum, 10**10))
     )
-    assert small.swap_bytes == large.swap_bytes < 1 << 29
-    assert with_momentum.swap_bytes - large.swap_bytes == 8 * 10**10  # slow weights and momentum
+    assert small.host_bytes == large.host_bytes < 1 << 30
+    assert with_momentum.host_bytes - large.host_bytes == 8 * 10**10  # slow weights and momentum
     assert with_momentum.disk_bytes - large.disk_bytes == 3 * 8 * 10**10
+
+
+def test_muon_keeps_one_moment_of_its_matrices(tmp_path: Path) -> None:
+    spec = TrainerSpec(name="r")
+    adamw, muon = (
+        estimate(spec, num_parameters=10**9, num_matrix_parameters=n, folder=tmp_path, settings=PeerSettings())
+        for n in (0, 10**8)
+    )
+    assert adamw.model_bytes - muon.model_bytes == 4 * 10**8
+    assert adamw.disk_bytes - muon.disk_bytes == 3 * 4 * 10**8
+
+
+@pytest.mark.parametrize(
+    ("activation_bytes", "text"),
+    [
+        (None, r"1\.5 GiB for the model \(plus activations\), "),
+        (3 << 30, r"1\.5 GiB for the model and 3\.0 GiB for act"),
+    ],
+)
+def test_activations_are_told_if_they_are_known(tmp_path: Path, activation_bytes: int | None, text: str) -> None:
+    spec = TrainerSpec(name="r")
+    needs = estimate(
+        spec, num_parameters=10**8, activation_bytes=activation_bytes, folder=tmp_path, settings=PeerSettings()
+    )
+    assert re.search(text, needs.summary())

@@ -61,6 +61,6 @@ def test_the_losses_after_a_stop_are_those_without_it(
             assert torch.equal(found[name], values), f"{stem}: {name}"
     assert last.meta["data"] == whole.meta["data"]
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
-    assert [event["step"] for event in events(tmp_path / "whole", "evaluated")] == [0, 4, 8, 11]
+    assert [event["step"] for event in events(tmp_path / "whole", "evaluated")] == [1, 4, 8, 11]
     step_tokens = SPEC.train.batch_size * SPEC.data.sequence_length
     assert last.meta["metrics"]["tokens"] == whole.meta["metrics"]["tokens"] == NUM_STEPS * step_tokens
