@@ -37,7 +37,7 @@ def test_a_spec_that_is_no_table_is_a_spec_error(data: bytes) -> None:
 
 def test_checkpoints_are_for_their_owner_alone(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
-    with Checkpoints(folder)._writing():
+    with Checkpoints(folder)._lock():
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
