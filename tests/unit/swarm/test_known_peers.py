@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -306,5 +307,5 @@ def test_a_peer_that_cannot_announce_itself_says_so_once(caplog: pytest.LogCaptu
         raise DirectoryError("no node stores it")
 
     asyncio.run(main())
-    [warning] = [record for record in caplog.records if record.levelname == "WARNING"]
+    [warning] = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert "has not been able to announce itself for 27 s: no node stores it" in warning.message

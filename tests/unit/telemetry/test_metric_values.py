@@ -45,7 +45,7 @@ def test_whole_numbers_missing_values_and_nan_stay_what_they_are() -> None:
         ("last_partner", "a\nb", "metrics.last_partner must be a short printable text"),
         ("last_partner", "a" * 321, "metrics.last_partner must be a short printable text"),
         ("step", None, "metrics.step must be a whole number"),
-        ("last_partner", 3, "metrics.last_partner must be a text"),
+        ("last_partner", 3, "metrics.last_partner must be a short printable text"),
     ],
 )
 def test_other_values_are_refused_by_name(name: str, value: object, message: str) -> None:
