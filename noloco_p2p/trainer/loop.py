@@ -359,7 +359,8 @@ class Trainer(TrainerBase):
         Returns the checkpoint that was written at the end, or None if it could not be written.
         """
         peer, resumed_at = self.peer, self.peer.metrics.step
-        self.events.write("started", peer_id=peer.peer_id, address=peer.address, resumed_at=resumed_at)
+        place = {"peer_id": peer.peer_id, "address": peer.address, "progress": self.outer.progress}
+        self.events.write("started", **place, resumed_at=resumed_at)
         if not self.finished:
             self._pause_if_asked()  # the peer may have been started outside its hours
         self.model.train()
