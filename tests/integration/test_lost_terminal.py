@@ -90,10 +90,10 @@ from noloco_p2p.cli.app import run
 from noloco_p2p.errors import CheckpointError
 from noloco_p2p.outer.checkpoint import Checkpoints
 
-def save(*args, **rest):
+def begin(*args, **rest):
     raise CheckpointError("no space left on device")
 
-Checkpoints.save = save
+Checkpoints.begin = begin
 sys.exit(run(sys.argv[1:]))
 """
 
