@@ -38,6 +38,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from noloco_p2p.codec import chunk_bounds
+from noloco_p2p.devices import free_memory
 from noloco_p2p.errors import CheckpointError
 from noloco_p2p.outer.plain_values import packed, unpacked
 
@@ -87,6 +88,10 @@ class Vector:
 
     num_elements: int
     read: Callable[[int, int], Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        return 4 * self.num_elements
 
 
 Files = Mapping[str, Mapping[str, Tensor | Vector]]
@@ -353,6 +358,22 @@ class Saver:
         if self._thread:
             self._thread.join()
             self._thread = None
+
+
+def copied(files: Files) -> Files | None:
+    """Return copies in main memory, or None if they would take more than half of what is free there."""
+    if sum(value.nbytes for tensors in files.values() for value in tensors.values()) > free_memory() / 2:
+        return None
+    return {stem: {name: _copy(value) for name, value in tensors.items()} for stem, tensors in files.items()}
+
+
+def _copy(value: Tensor | Vector) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    whole = torch.empty(value.num_elements)
+    for start, stop in chunk_bounds(value.num_elements):
+        whole[start:stop] = value.read(start, stop)
+    return whole
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor | Vector]) -> None:

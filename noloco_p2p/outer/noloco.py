@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,7 +30,7 @@ from noloco_p2p.gossip.exchange import Exchange
 from noloco_p2p.gossip.frames import StateManifest
 from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.outer import saved_state
-from noloco_p2p.outer.checkpoint import Checkpoint, Checkpoints, Saver, Vector
+from noloco_p2p.outer.checkpoint import Checkpoint, Checkpoints, Saver, Vector, copied
 from noloco_p2p.outer.flat import FlatParameters, check_values
 from noloco_p2p.outer.mixing import Mixing, Swapped
 from noloco_p2p.outer.optimizer_state import InnerState, inner_state, is_skipped
@@ -400,7 +401,8 @@ class NoLoCo:
     def _checkpoint(self, meta: dict[str, Any]) -> Callable[[], Path]:
         """Write the files of a checkpoint, and return a function to call, on any thread, that completes it.
 
-        It serves the checkpoint to newcomers, and returns its folder.
+        It serves the checkpoint to newcomers, and returns its folder. If an accelerator trains, main memory holds a
+        copy of the state, because copying takes less time than writing.
         """
         if not self.weights.looks_finite():
             raise CheckpointError("the weights are not finite, so they are not saved (earlier checkpoints are intact)")
@@ -413,7 +415,11 @@ class NoLoCo:
         if self._inner:
             files[saved_state.INNER_FILE] = self._inner.state()
         position = self._position()
-        complete = self._checkpoints.begin(self.num_steps, files=files, meta={**meta, "outer": position})
+        begin = partial(self._checkpoints.begin, self.num_steps, meta={**meta, "outer": position})
+        if self.weights.is_on_accelerator and (copies := copied(files)):
+            complete = lambda: begin(files=copies)()  # noqa: E731 - writes all of it later
+        else:
+            complete = begin(files=files)
 
         def complete_and_serve() -> Path:
             folder = complete()

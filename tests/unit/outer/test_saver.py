@@ -16,6 +16,7 @@ from torch import nn
 from noloco_p2p.errors import CheckpointError
 from noloco_p2p.outer.checkpoint import Checkpoint, Checkpoints
 from noloco_p2p.outer.noloco import NoLoCo
+from noloco_p2p.outer.weights import Weights
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.peers import MemorySwarm
 
@@ -56,7 +57,11 @@ def make_noloco(swarm: MemorySwarm, disk: Checkpoints) -> tuple[NoLoCo, nn.Batch
     return NoLoCo(model, None, swarm.peer("a"), save_every_s=0, checkpoints=disk), model
 
 
-def test_it_is_of_the_moment_and_a_second_one_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("on_accelerator", [False, True])
+def test_it_is_of_the_moment_and_a_second_one_is_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, *, on_accelerator: bool
+) -> None:
+    monkeypatch.setattr(Weights, "is_on_accelerator", on_accelerator)
     disk, folders = SlowDisk(tmp_path), list[Path]()
     with MemorySwarm(SPEC) as swarm:
         outer, model = make_noloco(swarm, disk)
