@@ -118,8 +118,11 @@ from noloco_p2p.control import hold
 from noloco_p2p.net.proxy import _listening
 lock = hold(Path(sys.argv[1]))
 listener = _listening("127.0.0.1", 0)
+reader, writer = os.pipe()
 if os.fork() == 0:
+    os.write(writer, b"forked")
     time.sleep(60)
+os.read(reader, 6)
 print(listener.getsockname()[1], flush=True)
 os.kill(os.getpid(), 9)
 """
