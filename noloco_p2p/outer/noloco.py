@@ -415,11 +415,11 @@ class NoLoCo:
         if self._inner:
             files[saved_state.INNER_FILE] = self._inner.state()
         position = self._position()
-        begin = partial(self._checkpoints.begin, self.num_steps, meta={**meta, "outer": position})
+        step, meta = self.num_steps, {**meta, "outer": position}
         if self.weights.is_on_accelerator and (copies := copied(files)):
-            complete = lambda: begin(files=copies)()  # noqa: E731 - writes all of it later
+            complete = partial(self._checkpoints.save, step, files=copies, meta=meta)
         else:
-            complete = begin(files=files)
+            complete = self._checkpoints.begin(step, files=files, meta=meta)
 
         def complete_and_serve() -> Path:
             folder = complete()
