@@ -72,6 +72,10 @@ def join(
             _train(target, settings, ticket_file, own, lock, interrupts)
         except Left:
             _say("left before training began; run the same command to resume the download")
+        except Exception:
+            if interrupts:  # libraries that are being imported turn a KeyboardInterrupt into other errors
+                raise KeyboardInterrupt from None
+            raise
 
 
 def _train(

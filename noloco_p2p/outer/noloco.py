@@ -84,6 +84,10 @@ class Membership(Protocol):
         """Serve this state to newcomers from now on."""
         ...
 
+    def take_state_wanted(self) -> bool:
+        """Return once whether a newcomer needs a newer state than the one that is served."""
+        ...
+
 
 class Swarm(Protocol):
     """The interface of a peer that the outer step uses. `noloco_p2p.Peer` implements it."""
@@ -129,7 +133,7 @@ class NoLoCo:
             the position in the run; the caller loads the model and the inner optimizer. If False, training starts
             afresh.
         save_every_s: The time between two checkpoints, which are also served to newcomers, in seconds. The first one
-            contains the first inner step. A checkpoint is taken when the next inner step begins, so after a scheduler's
+            contains the first inner step. Another one is written if a newcomer needs a newer state. A checkpoint is taken when the next inner step begins, so after a scheduler's
             step. If 0, the caller must call `save`, and newcomers wait until it does.
         checkpoints: The checkpoints to write and to resume from. If None, the last two are kept in the peer's folder
             for the run.
@@ -316,7 +320,7 @@ class NoLoCo:
         if not self.weights.looks_finite():
             self._recover()
         self._catch_up()
-        if self._save_every_s and now_s - self._saved_at_s >= self._save_every_s:
+        if self._save_every_s and (now_s - self._saved_at_s >= self._save_every_s or self.take_save_wanted()):
             self._saved_at_s = now_s
             if self._hooks:
                 self._is_save_due = True
@@ -363,6 +367,13 @@ class NoLoCo:
         """
         self._saver.wait()  # only one checkpoint can be written at a time
         return self._checkpoint(self._meta())()
+
+    def take_save_wanted(self) -> bool:
+        """Return once whether a newcomer needs a newer state than the last checkpoint.
+
+        The newcomer waits for it, because it would otherwise be too far behind to swap with anybody.
+        """
+        return not self._saver.is_busy and self._peer.membership.take_state_wanted()
 
     def save_in_background(self, *, done: Callable[[Path], None] | None = None) -> bool:
         """Save the current state as `save` does. Return False if the last save is unfinished.

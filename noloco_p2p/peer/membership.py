@@ -89,6 +89,10 @@ class Membership:
         """Serve this state to newcomers from now on."""
         self._network.states.saved = saved
 
+    def take_state_wanted(self) -> bool:
+        """Return once whether a newcomer needs a newer state than the one that is served."""
+        return self._network.states.take_wanted()
+
     # stages
 
     def members(self) -> Sequence[Candidate]:

@@ -243,7 +243,7 @@ class Network:
         self.identity = Identity.load_or_create(settings.state_dir / "identity.key")
         self.session = Session(self.identity, find_invitation(target, settings))
         self.bans = BanList(settings.state_dir / "bans.json")
-        self.states = StateServer()
+        self.states = StateServer(position=lambda: self.metrics.progress)
         self.stage_flow: Flow | None = None
         self.target = target
         self._settings = settings

@@ -149,7 +149,7 @@ class MemoryPeer:
         self.membership = self
         self.leave_requested = threading.Event()
         self.pause_requested = threading.Event()
-        self.states = StateServer(spec)
+        self.states = StateServer(spec, position=lambda: self.metrics.progress)
         self.executor = ThreadPoolExecutor(1)
         self._swarm = swarm
         transport, directory = swarm._outside(peer_id, self._hello)
@@ -205,3 +205,6 @@ class MemoryPeer:
 
     def serve_state(self, saved: SavedState) -> None:
         self.states.saved = saved
+
+    def take_state_wanted(self) -> bool:
+        return self.states.take_wanted()

@@ -177,7 +177,7 @@ class TrainerBase:
                     report_at_s = now_s + settings.report_every_s
                     measure()
                     self._report()
-                if now_s >= save_at_s:
+                if now_s >= save_at_s or self.outer.take_save_wanted():
                     save_at_s = now_s + settings.save_every_s
                     self.outer.save_in_background(done=partial(self._saved, step=metrics.step))
                 if metrics.step // every > evaluated_step // every:

@@ -1,7 +1,8 @@
 """A donor serves newcomers the run spec, the layout of its model and, in chunks, its newest saved state.
 
-The state is read from a file, never from live tensors. A donor serves two newcomers at a time, and refuses others as
-BUSY with a retry time.
+The state is read from a file, never from live tensors. If training has gone far beyond that state, a newcomer would be
+too far behind to swap with anybody, so the donor saves a newer one first. A donor serves two newcomers at a time. It
+refuses others, and those that come too early, as BUSY with a retry time.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ from noloco_p2p.spec import OuterSpec, Spec
 NUM_SLOTS = 2  # each further upload would slow down the others and the donor's swaps
 STALLED_S = 30.0  # an upload that accepts no chunk for this long loses its slot to the next caller
 RETRY_S = 10.0  # after which a newcomer that found no free slot asks again
+SAVING_S = 60.0  # in which a newer state should be saved; afterwards, newcomers get the old one
+SAVING_RETRY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +64,32 @@ def describe_state(path: Path, *, layout: str, num_elements: int, progress: floa
 
 
 class StateServer:
-    """Serves the spec, the layout of this peer's model and its newest saved state, as soon as they are set."""
+    """Serves the spec, the layout of this peer's model and its newest saved state, as soon as they are set.
 
-    def __init__(self, spec: Spec | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
+    `position` returns the progress of this peer.
+    """
+
+    def __init__(
+        self,
+        spec: Spec | None = None,
+        *,
+        position: Callable[[], float] = lambda: 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.spec = spec
         self.layout: ModelLayout | None = None
         self.saved: SavedState | None = None
+        self._too_old: SavedState | None = None  # a newcomer has asked for a newer one
+        self._asked_at_s = 0.0
+        self._is_wanted = False
+        self._position = position
         self._clock = clock
         self._uploads: dict[object, float] = {}  # the time at which each upload began to send its last chunk
+
+    def take_wanted(self) -> bool:
+        """Return once whether a newcomer needs a newer state than the one that is served. The call is thread-safe."""
+        is_wanted, self._is_wanted = self._is_wanted, False
+        return is_wanted
 
     async def serve(self, want: FetchWant) -> AsyncGenerator[FetchItem]:
         """Yield the response to a request. Raises PeerError if the request cannot be served.
@@ -81,7 +102,7 @@ class StateServer:
                     raise Refused("I have no spec yet", code=RefuseCode.NO_STATE.name)
                 yield SpecJson(self.spec.canonical_json())
             case WantManifest():
-                yield self._saved().manifest
+                yield self._newest().manifest
             case WantLayout():
                 data = self.layout.as_json() if self.layout else b""
                 if not 0 < len(data) <= MAX_LAYOUT_BYTES:
@@ -89,17 +110,28 @@ class StateServer:
                     raise Refused(why, code=RefuseCode.NO_STATE.name)
                 yield LayoutJson(data)
             case WantChunks(manifest_digest, indices):
-                saved = self._saved()
+                saved = self._any()
                 if saved.manifest.digest() != manifest_digest:
                     raise Refused("this donor now has a newer state; request its manifest", code=RefuseCode.BUSY.name)
                 async with aclosing(self._chunks(saved, indices)) as chunks:
                     async for chunk in chunks:
                         yield chunk
 
-    def _saved(self) -> SavedState:
+    def _any(self) -> SavedState:
         if self.saved is None:
             raise Refused("I have no saved state yet", code=RefuseCode.NO_STATE.name, retry_after_s=10.0)
         return self.saved
+
+    def _newest(self) -> SavedState:
+        """Return the saved state if it is recent. Otherwise, ask training to save one."""
+        saved, now_s = self._any(), self._clock()
+        if self.spec is None or self._position() - saved.manifest.progress <= self.spec.furthest / 2:
+            return saved
+        if self._too_old is not saved:
+            self._too_old, self._asked_at_s, self._is_wanted = saved, now_s, True
+        if now_s - self._asked_at_s > SAVING_S:
+            return saved
+        raise _busy("I am saving a newer state", retry_s=SAVING_RETRY_S)
 
     async def _chunks(self, saved: SavedState, indices: Sequence[int]) -> AsyncGenerator[FetchItem]:
         if any(later <= earlier for earlier, later in pairwise(indices)):
@@ -126,8 +158,8 @@ class StateServer:
             self._uploads.pop(upload, None)
 
 
-def _busy(sentence: str) -> Refused:
-    return Refused(sentence, code=RefuseCode.BUSY.name, retry_after_s=RETRY_S)
+def _busy(sentence: str, *, retry_s: float = RETRY_S) -> Refused:
+    return Refused(sentence, code=RefuseCode.BUSY.name, retry_after_s=retry_s)
 
 
 def state_file_bytes(num_elements: int, outer: OuterSpec) -> int:

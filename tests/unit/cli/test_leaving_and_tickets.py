@@ -32,7 +32,7 @@ class LeavingPeer:
 
 @pytest.fixture
 def _handlers_as_before() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -47,6 +47,22 @@ def test_the_second_signal_ends_at_once_and_not_the_first(monkeypatch: pytest.Mo
     assert not codes, "the last checkpoint is being written"
     signal.raise_signal(signal.SIGTERM)
     assert codes == [143]
+
+
+@pytest.mark.usefixtures("_handlers_as_before")
+def test_who_leaves_while_libraries_are_imported_sees_no_error_of_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def import_libraries(*arguments: object) -> None:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except KeyboardInterrupt:
+            raise RecursionError("maximum recursion depth exceeded") from None
+
+    monkeypatch.setattr("noloco_p2p.cli.join._train", import_libraries)
+    ticket = Ticket("demo", "0" * 64).encode()
+    assert run(["join", ticket, "--state-dir", str(tmp_path)]) == 130
+    assert "Traceback" not in "".join(capfd.readouterr())
 
 
 def test_who_was_asked_to_leave_has_left_when_its_lock_is_free(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import subprocess
 import sys
@@ -11,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 from harness.patience import PATIENCE_S
+from harness.processes import until
 from torch import nn
 
-from noloco_p2p.errors import CheckpointError, ModelError, SettingsError
+from noloco_p2p.errors import CheckpointError, ModelError, Refused, SettingsError
+from noloco_p2p.gossip.frames import StateManifest, WantManifest
 from noloco_p2p.outer.checkpoint import Checkpoints
 from noloco_p2p.outer.noloco import MOST_RECOVERIES, NoLoCo
 from noloco_p2p.spec import RunSpec
@@ -51,6 +54,24 @@ def test_a_restarted_peer_resumes_from_its_last_checkpoint(tmp_path: Path) -> No
         assert peer.states.saved is not None  # newcomers can fetch it at once
         assert peer.states.saved.manifest.progress == again.progress
     torch.testing.assert_close(other.weight, model.weight - 0.5)
+
+
+def test_a_newcomer_gets_a_state_of_now_and_not_of_the_last_checkpoint(tmp_path: Path) -> None:
+    """A state from far behind would make it too old to swap with anybody."""
+    model = make_model()
+    with MemorySwarm(SPEC) as swarm:
+        peer = swarm.peer("a", run_folder=tmp_path)
+        outer = NoLoCo(model, None, peer)
+        train(model, outer, num_steps=1)
+        outer._saver.wait()
+        old = peer.states.saved
+        train(model, outer, num_steps=60)
+        with pytest.raises(Refused, match="saving a newer state"):
+            asyncio.run(anext(peer.states.serve(WantManifest())))
+        until(lambda: train(model, outer, num_steps=1) or peer.states.saved is not old, what="a newer state")
+        manifest = asyncio.run(anext(peer.states.serve(WantManifest())))
+        assert isinstance(manifest, StateManifest)
+        assert manifest.progress > 0.6
 
 
 @pytest.mark.parametrize("total_steps", [480, 2_000])

@@ -23,7 +23,7 @@ from noloco_p2p.gossip.frames import (
     WantSpec,
 )
 from noloco_p2p.spec import RunSpec
-from noloco_p2p.transfer.donor import NUM_SLOTS, STALLED_S, SavedState, StateServer, describe_state
+from noloco_p2p.transfer.donor import NUM_SLOTS, SAVING_S, STALLED_S, SavedState, StateServer, describe_state
 
 SPEC = RunSpec(name="fetch", outer=published())
 NUM_BYTES = 3 * STATE_CHUNK_BYTES + 500  # four chunks
@@ -33,10 +33,10 @@ async def listed(items: AsyncGenerator[FetchItem]) -> list[FetchItem]:
     return [item async for item in items]
 
 
-def saved(folder: Path, num_bytes: int = NUM_BYTES) -> SavedState:
+def saved(folder: Path, num_bytes: int = NUM_BYTES, *, progress: float = 0.5) -> SavedState:
     path = folder / "state"
     path.write_bytes(os.urandom(num_bytes))
-    return describe_state(path, layout="layout", num_elements=10, progress=0.25)
+    return describe_state(path, layout="layout", num_elements=10, progress=progress)
 
 
 def test_a_donor_without_a_state_says_when_to_come_back() -> None:
@@ -44,6 +44,30 @@ def test_a_donor_without_a_state_says_when_to_come_back() -> None:
         asyncio.run(listed(StateServer(SPEC).serve(WantManifest())))
     assert refusal.value.retry_after_s > 0
     assert asyncio.run(listed(StateServer(SPEC).serve(WantSpec()))) == [SpecJson(SPEC.canonical_json())]
+
+
+async def test_a_newcomer_waits_for_a_state_that_is_not_far_behind(tmp_path: Path) -> None:
+    now_s, position = 0.0, 0.5
+    states = StateServer(SPEC, position=lambda: position, clock=lambda: now_s)
+    states.saved = old = saved(tmp_path)
+    assert await listed(states.serve(WantManifest())) == [old.manifest]
+    assert not states.take_wanted()
+    position += SPEC.furthest
+    for _ in range(2):
+        with pytest.raises(Refused, match="saving a newer state") as refusal:
+            await listed(states.serve(WantManifest()))
+        assert refusal.value.code == RefuseCode.BUSY.name
+    assert [states.take_wanted(), states.take_wanted()] == [True, False], "once for all newcomers"
+    (tmp_path / "newer").mkdir()
+    states.saved = newer = saved(tmp_path / "newer", progress=position)
+    assert await listed(states.serve(WantManifest())) == [newer.manifest]
+    position += SPEC.furthest
+    with pytest.raises(Refused, match="saving a newer state"):
+        await listed(states.serve(WantManifest()))
+    assert states.take_wanted()
+    now_s += SAVING_S + 1  # as on a full disk
+    assert await listed(states.serve(WantManifest())) == [newer.manifest]
+    assert not states.take_wanted()
 
 
 async def test_a_third_newcomer_is_refused_until_a_slot_is_free(tmp_path: Path) -> None:
