@@ -133,8 +133,9 @@ class NoLoCo:
             the position in the run; the caller loads the model and the inner optimizer. If False, training starts
             afresh.
         save_every_s: The time between two checkpoints, which are also served to newcomers, in seconds. The first one
-            contains the first inner step. Another one is written if a newcomer needs a newer state. A checkpoint is taken when the next inner step begins, so after a scheduler's
-            step. If 0, the caller must call `save`, and newcomers wait until it does.
+            contains the first inner step. Another one is written if a newcomer needs a newer state. A checkpoint is
+            taken when the next inner step begins, so after a scheduler's step. If 0, the caller must call `save`, and
+            newcomers wait until it does.
         checkpoints: The checkpoints to write and to resume from. If None, the last two are kept in the peer's folder
             for the run.
         meta: A function that is called for each checkpoint. It returns a dictionary of plain values that the caller
