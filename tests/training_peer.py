@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
+from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.peer.peer import Peer
 from noloco_p2p.settings import PeerSettings
@@ -21,6 +23,15 @@ class TrainingPeer(MemoryPeer):
     others: Sequence[Candidate] = ()
     address = "memory"
     stage: int | None = None
+    is_fetching = False
+
+    @contextmanager
+    def fetching(self, layout: ModelLayout, target: Path) -> Iterator[None]:
+        """Act as if a state arrived while the trainer builds a model, which must have this layout."""
+        self.is_fetching = True
+        yield
+        self.is_fetching = False
+        assert self.states.layout == layout
 
     def live_peers(self) -> int:
         return len(self.others)

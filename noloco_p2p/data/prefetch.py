@@ -19,7 +19,7 @@ JOIN_S = 5.0
 
 
 class Prefetcher:
-    """An iterator over the batches of a TokenStream. A thread starts to read ahead when the first batch is requested.
+    """An iterator over the batches of a TokenStream. A thread reads ahead, from `begin` or the first batch on.
 
     `state_dict` returns the position after the last batch that was returned, no matter how far the thread has read. If
     the stream cannot read a batch, its error is raised in place of that batch. `close` ends the thread, even if it is
@@ -51,9 +51,7 @@ class Prefetcher:
 
     def get(self, *, until: Callable[[], bool] = lambda: False) -> Tensor | None:
         """Return the next batch, or None if `close` is called or `until` becomes true before the batch is ready."""
-        if self._thread is None and not self._closed.is_set():
-            self._thread = threading.Thread(target=self._main, name="noloco-data", daemon=True)
-            self._thread.start()
+        self.begin()
         began_s = time.monotonic()
         while not self._closed.is_set():
             try:
@@ -68,6 +66,12 @@ class Prefetcher:
             batch, self._position = item
             return batch
         return None
+
+    def begin(self) -> None:
+        """Begin to read ahead. After this, the position can no longer be changed."""
+        if self._thread is None and not self._closed.is_set():
+            self._thread = threading.Thread(target=self._main, name="noloco-data", daemon=True)
+            self._thread.start()
 
     def state_dict(self) -> dict[str, Any]:
         return self._position.as_dict()

@@ -224,6 +224,11 @@ class Checkpoints:
 
         return complete
 
+    @property
+    def is_empty(self) -> bool:
+        """Return whether there is no checkpoint, not even a damaged one."""
+        return not self._list()
+
     def newest(self) -> Checkpoint | None:
         """Return the newest checkpoint that passes verification, or None if there is no checkpoint.
 

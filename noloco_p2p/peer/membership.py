@@ -9,7 +9,9 @@ import logging
 import math
 import random
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -62,8 +64,31 @@ class Membership:
         self._catch_up_again_s = 0.0
         self._ask_again_s = 0.0
         self._refusals: dict[str, str] = {}  # peer id -> why the last fetch got no state from it
+        self._fetching: Future[StateManifest | None] | None = None
 
     # taking part
+
+    @contextmanager
+    def fetching(self, layout: ModelLayout, target: Path) -> Iterator[None]:
+        """Fetch the state of a live peer into `target` while the caller builds the model that has this layout.
+
+        `enter` then waits for the state. If the caller fails before, the fetch ends, and so does this peer.
+        """
+        self._network.states.layout = layout
+        with ThreadPoolExecutor(1, thread_name_prefix="noloco-fetch") as thread:
+            self._fetching = thread.submit(self._fetch_first, target)
+            try:
+                yield
+            except BaseException:
+                self._network.leaving.set()
+                raise
+            finally:
+                self._fetching = None
+
+    @property
+    def is_fetching(self) -> bool:
+        """Return whether a state is on its way while the caller builds its model."""
+        return self._fetching is not None and not self._fetching.done()
 
     def enter(self, *, layout: ModelLayout, target: Path | None) -> StateManifest | None:
         """Announce which model this peer trains. If `target` is given, fetch the state of a live peer into that file.
@@ -71,8 +96,11 @@ class Membership:
         Raises the errors of `_fetch_first`.
         """
         net = self._network
+        assert self._fetching is None or net.states.layout == layout
         net.states.layout = layout
-        manifest = self._fetch_first(target) if target else None
+        manifest = None
+        if target:
+            manifest = self._fetching.result() if self._fetching else self._fetch_first(target)
         net.thread.call(net.enter(), START_TIMEOUT_S)
         return manifest
 

@@ -132,7 +132,7 @@ class InnerStep:
             self.micro_batch = self._agree(fitting(free, needed, largest=self._largest(batch)))
             self.activation_bytes = needed * self.micro_batch
             self._forget()
-        return min(self.micro_batch, self._largest(batch))
+        return min(self.micro_batch or self._largest(batch), self._largest(batch))
 
     def gradients(self) -> Sequence[Tensor]:
         """Return the gradients that `backward` has accumulated, in the order of `trainable`."""

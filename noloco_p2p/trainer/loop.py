@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from noloco_p2p.devices import describe, empty_cache, peak_bytes
 from noloco_p2p.errors import CheckpointError, DataError, ModelError, RankError
 from noloco_p2p.outer.checkpoint import Checkpoints
 from noloco_p2p.outer.flat import FlatParameters
-from noloco_p2p.outer.noloco import NoLoCo
+from noloco_p2p.outer.noloco import FETCHED_FILE, NoLoCo
 from noloco_p2p.peer.peer import Peer
 from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.telemetry.console import counted, report_line
@@ -37,7 +37,7 @@ from noloco_p2p.trainer.compute import Compute, choose_device, flops_per_token, 
 from noloco_p2p.trainer.cut import check_stages
 from noloco_p2p.trainer.evaluate import perplexity
 from noloco_p2p.trainer.inner_step import InnerStep
-from noloco_p2p.trainer.model import build_model, build_tokenizer, check_vocabulary, count_parameters
+from noloco_p2p.trainer.model import build_model, build_outline, build_tokenizer, check_vocabulary, count_parameters
 from noloco_p2p.trainer.needs import Needs, check_memory, estimate
 from noloco_p2p.trainer.ranks import Ranks
 from noloco_p2p.trainer.sharded import ShardedParameters, ShardedStep, shard
@@ -317,10 +317,26 @@ class Trainer(TrainerBase):
             device=self.device,
         )
         super().__init__(peer, spec, say=say)
+        folder, arriving = peer.run_folder / "checkpoints", ExitStack()
+        if Checkpoints(folder).is_empty and not (spec.model.pretrained or self._frozen_bytes):
+            layout = FlatParameters(build_outline(spec.model, **size)).model_layout
+            arriving.enter_context(peer.membership.fetching(layout, peer.run_folder / FETCHED_FILE))
+        with arriving:
+            parameters = self._build(compute, ranks)
+            self._fit()
+            self._enter(folder, parameters=parameters)
+        if not self.outer.resumed and not self.outer.entered:
+            self._begin_fork()
+        self._losses: list[Tensor] = []  # since the last report
+        self._measured_s, self._num_steps = time.monotonic(), 0  # steps since then
+
+    def _build(self, compute: Compute, ranks: Ranks | None) -> FlatParameters:
+        """Open the data, and build the model and its inner step. Return the parameters."""
+        spec, settings = self.spec, self.peer.settings
         tokenizer = build_tokenizer(spec.data, folders=settings.models)
         self._open_data(tokenizer, batch_size=spec.train.batch_size)
-        with peer.progress.task("building the model"):
-            self.model = build_model(spec.model, **size)
+        with self.peer.progress.task("building the model"):
+            self.model = build_model(spec.model, sequence_length=spec.data.sequence_length, folders=settings.models)
         check_vocabulary(self.model, tokenizer)
         load_start(self.model, spec.model.start, state_dir=settings.state_dir)
         switch_on(self.model, compute)
@@ -328,21 +344,17 @@ class Trainer(TrainerBase):
             ranks.share(spec.model_dump(mode="json"))
             layout = FlatParameters(self.model).model_layout
             shard(self.model, ranks, compute)
-            self.inner_step = ShardedStep(self.model, spec.train, compute, ranks)
-            parameters = ShardedParameters(self.inner_step, layout=layout)
-        else:
-            torch.nn.Module.to(self.model, self.device)  # transformers' own `to` has an unusable type
-            self.inner_step, parameters = InnerStep(self.model, spec.train, compute), FlatParameters(self.model)
-        self._enter(peer.run_folder / "checkpoints", parameters=parameters)
-        if not self.outer.resumed and not self.outer.entered:
-            self._begin_fork()
-        self._losses: list[Tensor] = []  # since the last report
-        self._measured_s, self._num_steps = time.monotonic(), 0  # steps since then
+            step = self.inner_step = ShardedStep(self.model, spec.train, compute, ranks)
+            return ShardedParameters(step, layout=layout)
+        torch.nn.Module.to(self.model, self.device)  # transformers' own `to` has an unusable type
+        self.inner_step = InnerStep(self.model, spec.train, compute)
+        return FlatParameters(self.model)
 
-    def needs(self) -> Needs:
-        """Estimate the memory, disk space and traffic that this run needs on this machine.
+    def _fit(self) -> None:
+        """Determine how many sequences of a batch fit into memory at a time.
 
-        This also determines how many sequences of a batch fit into memory at a time.
+        While the state of a live peer arrives, also read ahead and compute a batch, which allocates memory and
+        compiles, so that the first step takes no longer than the others.
         """
         self.model.train()
         batch_size, batch = self.spec.train.batch_size, self.validation[0]
@@ -351,6 +363,13 @@ class Trainer(TrainerBase):
         per_gpu = -(-batch_size // self.inner_step.compute.num_ranks)
         if at_once < per_gpu:
             self.say(f"a step processes {per_gpu} sequences per GPU in micro-batches of {at_once}")
+        if self.batches and self.peer.membership.is_fetching:
+            self.batches.begin()
+            self.inner_step.backward(whole)
+            self.inner_step.forget()
+
+    def needs(self) -> Needs:
+        """Estimate the memory, disk space and traffic that this run needs on this machine."""
         return self._needs(frozen_bytes=self._frozen_bytes)
 
     def train(self) -> Path | None:

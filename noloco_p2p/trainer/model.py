@@ -122,20 +122,26 @@ def _for_training(model: PreTrainedModel, spec: ModelSpec, sequence_length: int)
     return model.train()
 
 
-def count_parameters(
+def build_outline(
     spec: ModelSpec, *, sequence_length: int, folders: Mapping[str, str] | None = None
-) -> tuple[int, int]:
-    """Count the trainable parameters and the bytes of the frozen ones in the model that `build_model` builds.
+) -> PreTrainedModel:
+    """Build the model as `build_model` does, but without memory for its weights.
 
-    No memory is used for the weights. If the spec gives the model by name, only its config is read. Raises ModelError
-    if the config cannot be read.
+    If the spec gives the model by name, only its config is read. Raises ModelError if the config cannot be read.
     """
     with torch.device("meta"):
-        model = build_model(
+        return build_model(
             spec.model_copy(update={"random_weights": bool(spec.pretrained), "parameter_seeds": False}),
             sequence_length=sequence_length,
             folders=folders,
         )
+
+
+def count_parameters(
+    spec: ModelSpec, *, sequence_length: int, folders: Mapping[str, str] | None = None
+) -> tuple[int, int]:
+    """Count the trainable parameters and the bytes of the frozen ones in the outline of a model."""
+    model = build_outline(spec, sequence_length=sequence_length, folders=folders)
     trainable = sum(param.numel() for param in model.parameters() if param.requires_grad)
     return trainable, sum(param.nbytes for param in model.parameters() if not param.requires_grad)
 

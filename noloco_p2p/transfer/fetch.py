@@ -257,7 +257,7 @@ async def fetch_state(
             elif isinstance(error, _TooSlow):
                 donors.append(donor)
         else:
-            await asyncio.to_thread(kept.finish)
+            kept.finish()
             return manifest
 
 
@@ -397,10 +397,8 @@ class KeptChunks:
         self.missing = list(range(self._num_chunks))
 
     def finish(self) -> None:
-        """Sync the complete file to disk and remove its digests. This is slow."""
+        """Remove the digests of a complete file, which is loaded at once and then removed."""
         assert not self.missing
-        with self._path.open("r+b") as file:
-            os.fsync(file)
         self._digests_path.unlink()
 
     def _is_fresh(self) -> bool:

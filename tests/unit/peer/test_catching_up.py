@@ -225,3 +225,34 @@ def test_peers_that_begin_together_do_not_wait_for_each_other() -> None:
 
     with membership_to(Others(recorded=0.0, told=0.0), fetch=fetch) as made:
         assert made._fetch_first(Path("nowhere")) is None
+
+
+def test_a_state_arrives_while_the_model_is_built() -> None:
+    manifest, is_built = StateManifest("", 0, FAR, 0, ()), threading.Event()
+
+    async def fetch(*_: object, **rest: object) -> StateManifest:
+        assert await asyncio.to_thread(is_built.wait, 30.0)
+        return manifest
+
+    async def enter() -> None:
+        """Publish nothing."""
+
+    with membership_to(Others(recorded=FAR, told=FAR), fetch=fetch) as made:
+        made._network.enter = enter
+        with made.fetching(LAYOUT, Path("nowhere")):
+            assert made.is_fetching
+            is_built.set()
+            assert made.enter(layout=LAYOUT, target=Path("nowhere")) is manifest
+            assert not made.is_fetching
+        assert not made._network.leaving.is_set()
+
+
+def test_a_state_is_no_longer_fetched_if_the_model_cannot_be_built() -> None:
+    async def fetch(*_: object, **rest: object) -> None:
+        await asyncio.get_running_loop().create_future()
+
+    with membership_to(Others(recorded=FAR, told=FAR), fetch=fetch) as made:
+        with pytest.raises(MemoryError, match="too large"), made.fetching(LAYOUT, Path("nowhere")):
+            raise MemoryError("too large")
+        assert not made.is_fetching
+    assert not any(thread.name.startswith("noloco-fetch") for thread in threading.enumerate())
