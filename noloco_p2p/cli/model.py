@@ -156,11 +156,17 @@ async def _merge_stages(live: LiveRun, folder: Path, *, sample: int | None) -> N
 
 
 def _write(state: TakenState, folder: Path, folders: dict[str, str], *, adapters: bool, progress: Progress) -> None:
-    from noloco_p2p.trainer.export import export_model
+    from noloco_p2p.trainer.export import StageShards, export_model, new_folder
     from noloco_p2p.trainer.model import build_tokenizer
 
     _check_adapters(state.spec, adapters=adapters)
     with progress.task("writing the model"):
+        if state.model.device.type == "meta":
+            with new_folder(folder) as partial:
+                shards = StageShards(partial, state.spec)
+                shards.write(0, state.by_name())
+                shards.finish(folders=folders)
+            return
         tokenizer = build_tokenizer(state.spec.data, folders=folders)
         export_model(state.fill_model(), tokenizer, folder, adapters_of=state.spec.model if adapters else None)
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from noloco_p2p.codec import chunk_bounds
 from noloco_p2p.errors import CheckpointError
+from noloco_p2p.outer.checkpoint import Vector
 
 FURTHEST = 0.75  # distance from the centre, relative to its norm, above which a state is left out
 # How far one state can move the mean, relative to the norm. The median also moves a little, but the sum is below 1 %.
@@ -42,10 +43,10 @@ class RobustMean:
     shortened: Mapping[str, float]
 
 
-def robust_mean(states: Mapping[str, Tensor]) -> RobustMean:
+def robust_mean(states: Mapping[str, Vector]) -> RobustMean:
     """Compute the robust mean of `states`, which maps peers to flat, finite fp32 vectors of the same size.
 
-    Mapped files are read chunk by chunk. Raises CheckpointError if the states are too far apart to decide which ones
+    They are read chunk by chunk. Raises CheckpointError if the states are too far apart to decide which ones
     are wrong.
     """
     distances, left_out = leave_out_far(states)
@@ -53,7 +54,7 @@ def robust_mean(states: Mapping[str, Tensor]) -> RobustMean:
     radius = MOST_MOVED * len(admitted)
     shortened = {peer: distance for peer, distance in distances.items() if distance > radius}
     shares = torch.tensor([min(1.0, radius / max(each, radius)) for each in distances.values()])
-    weights = torch.empty_like(next(iter(states.values())))
+    weights = torch.empty(next(iter(states.values())).num_elements)
     for (start, stop), chunk in _chunks(admitted):
         if shortened:
             centre = _median(chunk)
@@ -63,7 +64,7 @@ def robust_mean(states: Mapping[str, Tensor]) -> RobustMean:
     return RobustMean(weights, list(admitted), left_out, shortened)
 
 
-def leave_out_far(states: Mapping[str, Tensor]) -> tuple[dict[str, float], dict[str, float]]:
+def leave_out_far(states: Mapping[str, Vector]) -> tuple[dict[str, float], dict[str, float]]:
     """Return the distances of the states that are close to each other, and the distances of the other states.
 
     Raises CheckpointError if no state is left.
@@ -81,22 +82,22 @@ def leave_out_far(states: Mapping[str, Tensor]) -> tuple[dict[str, float], dict[
     )
 
 
-def _distances(states: Mapping[str, Tensor]) -> dict[str, float]:
+def _distances(states: Mapping[str, Vector]) -> dict[str, float]:
     """Return the distance of each state from the coordinate-wise median, relative to the norm of the median."""
     squares, length = torch.zeros(len(states), dtype=torch.float64), 0.0
     for _, chunk in _chunks(states):
         centre = _median(chunk)
-        squares += (chunk.double() - centre).square().sum(1)
-        length += float(centre.double().square().sum())
+        squares += (chunk - centre).square().sum(1, dtype=torch.float64)
+        length += float(centre.square().sum(dtype=torch.float64))
     norm = max(length**0.5, 1e-30)  # if the median is zero, all other states are far away
     return dict(zip(states, (squares.sqrt() / norm).tolist(), strict=True))
 
 
-def _chunks(states: Mapping[str, Tensor]) -> Iterator[tuple[tuple[int, int], Tensor]]:
+def _chunks(states: Mapping[str, Vector]) -> Iterator[tuple[tuple[int, int], Tensor]]:
     """Yield ((start, stop), fp32 values of shape (states, stop - start)). Only one chunk of each state is in memory."""
     vectors = list(states.values())
-    for start, stop in chunk_bounds(vectors[0].numel()):
-        yield (start, stop), torch.stack([vector[start:stop] for vector in vectors])
+    for start, stop in chunk_bounds(vectors[0].num_elements):
+        yield (start, stop), torch.stack([vector.read(start, stop) for vector in vectors])
 
 
 def _median(chunk: Tensor) -> Tensor:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 
 from noloco_p2p.errors import CheckpointError
 from noloco_p2p.gossip.layout import ModelLayout
-from noloco_p2p.outer.checkpoint import Checkpoint
+from noloco_p2p.outer.checkpoint import Checkpoint, Vector
 from noloco_p2p.outer.flat import named_buffers
 from noloco_p2p.outer.weights import Weights, check_vectors
 
@@ -51,6 +53,20 @@ def read_state(path: Path, expected: Mapping[str, int]) -> dict[str, Tensor]:
         raise CheckpointError("the state is not a safetensors file") from None
     check_vectors(tensors, expected)
     return tensors
+
+
+def vector_in(path: Path, name: str) -> Vector:
+    """Return a vector of a state file that `read_state` has accepted. Its parts are read when they are needed, so
+    that memory never holds the whole vector.
+    """
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        begin, end = json.loads(file.read(length))[name]["data_offsets"]
+
+    def read(start: int, stop: int) -> Tensor:
+        return torch.from_numpy(np.fromfile(path, "<f4", count=stop - start, offset=8 + length + begin + 4 * start))
+
+    return Vector((end - begin) // 4, read)
 
 
 def check_layout(position: Mapping[str, Any], layout: ModelLayout, *, origin: str) -> None:

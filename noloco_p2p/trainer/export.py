@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import ByT5Tokenizer, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
-from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from noloco_p2p.data.stream import BYTE_OFFSET
 from noloco_p2p.errors import CheckpointError, PushError, SettingsError
@@ -49,7 +49,7 @@ def export_model(
 class StageShards:
     """A writer that exports a model to `folder` one stage at a time, with one file per stage.
 
-    Only one stage has to be in memory at any time.
+    A model that is not cut has one stage. Only one stage has to be in memory at any time.
     """
 
     def __init__(self, folder: Path, spec: TrainerSpec) -> None:
@@ -63,7 +63,8 @@ class StageShards:
 
         `tensors` maps the names that tensors have in the whole model to their values. A tied tensor appears only once.
         """
-        name = f"model-{stage + 1:05d}-of-{self._spec.pipeline.stages:05d}.safetensors"
+        num_stages = self._spec.pipeline.stages
+        name = f"model-{stage + 1:05d}-of-{num_stages:05d}.safetensors" if num_stages > 1 else SAFE_WEIGHTS_NAME
         save_file(dict(tensors), self._folder / name, metadata={"format": "pt"})
         self._file_of |= dict.fromkeys(tensors, name)
         self._num_bytes += sum(tensor.nbytes for tensor in tensors.values())
@@ -74,7 +75,8 @@ class StageShards:
         model = build_on_meta(spec.model, sequence_length=spec.data.sequence_length, folders=folders)
         tokenizer = build_tokenizer(spec.data, folders=folders)
         index = {"metadata": {"total_size": self._num_bytes}, "weight_map": dict(sorted(self._file_of.items()))}
-        (self._folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        if spec.pipeline.stages > 1:
+            (self._folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         configure_for_export(model, tokenizer)
         with quiet():
             save_config(model, self._folder)

@@ -27,10 +27,10 @@ from noloco_p2p.gossip.frames import Hello
 from noloco_p2p.gossip.seams import Candidate, Transport
 from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.net.session import Session
-from noloco_p2p.outer.checkpoint import Checkpoint, Checkpoints
+from noloco_p2p.outer.checkpoint import Checkpoint, Checkpoints, Vector
 from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.outer.robust_mean import RobustMean, leave_out_far, robust_mean
-from noloco_p2p.outer.saved_state import STATE_FILE, check_layout, read_state
+from noloco_p2p.outer.saved_state import STATE_FILE, check_layout, read_state, vector_in
 from noloco_p2p.outer.weights import WEIGHTS, check_vectors, vectors_of
 from noloco_p2p.peer.run_folder import check_checkpoint_folder, stage_folder
 from noloco_p2p.spec import TrainerSpec
@@ -39,7 +39,7 @@ from noloco_p2p.telemetry.console import named
 from noloco_p2p.telemetry.progress import Progress
 from noloco_p2p.ticket import Ticket
 from noloco_p2p.trainer.cut import cut_of
-from noloco_p2p.trainer.model import build_model
+from noloco_p2p.trainer.model import build_model, build_outline
 from noloco_p2p.trainer.stage import build_part
 from noloco_p2p.transfer.fetch import Admission, fetch_spec, fetch_state, forget
 
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-Judge = Callable[[Mapping[str, Tensor]], RobustMean]
+Judge = Callable[[Mapping[str, Vector]], RobustMean]
 COMPARED = 5  # states from which a fork picks the one in the middle; two of them may be forged
 
 
@@ -55,8 +55,8 @@ COMPARED = 5  # states from which a fork picks the one in the middle; two of the
 class TakenState:
     """The weights (flat, fp32) of one peer, or the mean of several, with their model or stage.
 
-    The model of a stage is built without memory for its weights. `notices` holds a sentence for each peer whose state
-    was left out, and one for all states that were clipped.
+    A stage, or a model of which the state holds every tensor, is built without memory for its weights. `notices` holds
+    a sentence for each peer whose state was left out, and one for all states that were clipped.
     """
 
     spec: TrainerSpec
@@ -118,7 +118,8 @@ def _newest(folder: Path, stage: int | None) -> Checkpoint:
 def _build(spec: TrainerSpec, stage: int | None, folders: Mapping[str, str] | None) -> PreTrainedModel:
     length = spec.data.sequence_length
     if stage is None:
-        return build_model(spec.model, sequence_length=length, folders=folders)
+        build = build_model if spec.model.pretrained or spec.model.lora.rank else build_outline
+        return build(spec.model, sequence_length=length, folders=folders)
     return build_part(spec.model, cut_of(spec), index=stage, sequence_length=length, folders=folders)
 
 
@@ -169,13 +170,12 @@ class LiveRun:
         spec = self.spec
         model = _build(spec, stage, self.folders)
         layout = FlatParameters(model).model_layout
-        vectors = vectors_of(spec.outer, layout.num_elements)
-        check_file = partial(read_state, expected=vectors)
+        check_file = partial(read_state, expected=vectors_of(spec.outer, layout.num_elements))
         admission = Admission(spec, self._transport, layout, live=live, check_file=check_file)
         peers = [peer for peer in live() if peer.can_be_called]
         random.shuffle(peers)
         wanted = min(sample or len(peers), len(peers))
-        states: dict[str, Tensor] = {}  # memory-mapped
+        states: dict[str, Vector] = {}  # in files
         num_asked = 0
         with (
             tempfile.TemporaryDirectory(prefix="noloco-states-") as folder,
@@ -197,7 +197,7 @@ class LiveRun:
                     why = f"the states fetched from peers cannot be written to {folder}: {error}"
                     raise CheckpointError(why) from None
                 if manifest:
-                    states[peer.peer_id] = read_state(target, vectors)[WEIGHTS]
+                    states[peer.peer_id] = vector_in(target, WEIGHTS)
                 else:
                     forget(target)
             report_peers(len(states), wanted)
@@ -228,11 +228,12 @@ class LiveRun:
         return TakenState(spec, model, found.weights, len(found.admitted), notices)
 
 
-def state_in_the_middle(states: Mapping[str, Tensor]) -> RobustMean:
+def state_in_the_middle(states: Mapping[str, Vector]) -> RobustMean:
     """Return the state nearest to the coordinate-wise median. Raises the same errors as `robust_mean`."""
     distances, far = leave_out_far(states)
     nearest = min(distances, key=distances.__getitem__)
-    return RobustMean(states[nearest].clone(), [nearest], far, {})
+    whole = states[nearest].read(0, states[nearest].num_elements)
+    return RobustMean(whole, [nearest], far, {})
 
 
 @asynccontextmanager

@@ -87,7 +87,8 @@ def evaluate_each(
                 f"{first.spec.run_id}"
             )
         replicas[folder] = state.weights
-    spec, model = first.spec, first.model
+    spec = first.spec
+    model = build_model(spec.model, sequence_length=spec.data.sequence_length, folders=models)
     torch.nn.Module.to(model, device)
     batches, flat = _held_out(spec, bindings, models, progress), FlatParameters(model)
     mean = _mean(list(replicas.values()))
