@@ -18,6 +18,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import heapq
 import json
 import os
 import re
@@ -28,7 +29,6 @@ import struct
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -43,6 +43,7 @@ NAMESPACES = Path("/run/netns")
 TUN = Path("/dev/net/tun")
 ANSWER_S = 20.0  # for the forwarding process to start or to end
 READS_AT_ONCE = 32
+QUEUE_S = 0.2
 
 # linux/if_tun.h, linux/virtio_net.h, linux/sched.h
 TUNSETIFF, TUNSETOFFLOAD = 0x400454CA, 0x400454D0
@@ -67,7 +68,7 @@ class NetLab:
 
     `behind` has the index of the router of each node, or None for a node on the internet. harness/nat.py describes what
     routers do, and which addresses nodes have behind them. Nodes in `closed` open connections but accept none, as
-    behind a firewall.
+    behind a firewall. Each node sends at most `mbit_s` and drops what would wait longer than QUEUE_S, unless it is 0.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class NetLab:
         routers: Sequence[Router] = (),
         behind: Sequence[int | None] | None = None,
         closed: Sequence[int] = (),
+        mbit_s: float = 0.0,
     ) -> None:
         self.nodes: tuple[Node, ...] = ()
         self._request = {
@@ -85,6 +87,7 @@ class NetLab:
             "routers": [asdict(router) for router in routers],
             "behind": list(behind or [None] * num_nodes),
             "closed": list(closed),
+            "bytes_per_s": mbit_s * 1e6 / 8,
         }
         self._process: subprocess.Popen[str] | None = None
 
@@ -192,7 +195,8 @@ def forward() -> None:
             os.setpriority(os.PRIO_PROCESS, 0, -10)  # a late packet would measure this machine, not the link
             Path("/proc/self/autogroup").write_text("-10")  # for kernels that divide the CPU among sessions first
         print(json.dumps({"namespaces": names, "addresses": network.addresses}), flush=True)
-        Forwarding(network, delay_s=request["delay_s"], closed=request["closed"]).run(devices)
+        rest = {name: request[name] for name in ("delay_s", "closed", "bytes_per_s")}
+        Forwarding(network, **rest).run(devices)
     finally:
         remove_namespaces(os.getpid())
 
@@ -200,12 +204,15 @@ def forward() -> None:
 class Forwarding:
     """The packets on their way, in the order in which they arrive."""
 
-    def __init__(self, network: Routers, *, delay_s: float, closed: Sequence[int]) -> None:
+    def __init__(self, network: Routers, *, delay_s: float, closed: Sequence[int], bytes_per_s: float = 0.0) -> None:
         self._network = network
         self._delay_s = delay_s
         self._closed = set(closed)
         self._flows: set[tuple[int, bytes]] = set()  # opened by closed nodes
-        self._packets: deque[tuple[float, int, bytes]] = deque()  # (when it arrives, node, frame)
+        self._bytes_per_s = bytes_per_s
+        self._free_at_s: dict[int, float] = {}  # when the link of a node has sent its last packet
+        self._packets: list[tuple[float, int, int, bytes]] = []  # a heap of (when it arrives, number, node, frame)
+        self._num_sent = 0
 
     def run(self, devices: Sequence[int]) -> None:
         """Forward packets until the end of standard input."""
@@ -235,13 +242,20 @@ class Forwarding:
         if source in self._closed:
             self._flows.add((source, flow(frame)))
         if destination not in self._closed or (destination, flow(outside, reverse=True)) in self._flows:
-            self._packets.append((now_s + self._delay_s, destination, outside))
+            sent_s = now_s
+            if self._bytes_per_s:
+                begin_s = max(now_s, self._free_at_s.get(source, 0.0))
+                if begin_s > now_s + QUEUE_S:
+                    return
+                sent_s = self._free_at_s[source] = begin_s + len(frame) / self._bytes_per_s
+            self._num_sent += 1
+            heapq.heappush(self._packets, (sent_s + self._delay_s, self._num_sent, destination, outside))
 
     def arrived(self, now_s: float) -> list[tuple[int, bytes]]:
         """Return (node, frame) of each packet that has arrived and that the routers let in."""
         found = []
         while self._packets and self._packets[0][0] <= now_s:
-            _, node, frame = self._packets.popleft()
+            _, _, node, frame = heapq.heappop(self._packets)
             if (inside := self._network.arrive(frame)) is not None:
                 found.append((node, inside))
         return found

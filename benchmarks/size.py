@@ -6,6 +6,9 @@ Real peers train the model of `noloco init --preset small` on the CPU, with Adam
 one, and a tokenizer of 32,000 ids that is trained on the built-in corpus. It takes a few minutes. Each part keeps its
 figures in FOLDER, so a run that was interrupted continues there, and `--parts` measures some parts again.
 
+The newcomer's part needs root, because each of its peers has a network namespace, and a link of 100 Mbit/s in each
+direction with round trips of 20 ms (benchmarks/netlab.py). It then merges the weights of both peers.
+
 Memory is the resident set of the process of a peer, without that of p2pd. Training waits for a checkpoint for as long
 as the step that contains it takes longer than the median step.
 """
@@ -15,9 +18,11 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -27,7 +32,8 @@ import psutil
 import torch
 from claims import Claim, show
 from data_feed import trained_tokenizer
-from harness.processes import PeerProcess, noloco, write_spec
+from harness.processes import Command, PeerProcess, noloco, write_spec
+from netlab import NetLab
 from torch.optim import AdamW
 
 from noloco_p2p.spec import TrainerSpec
@@ -51,10 +57,10 @@ Figures = dict[str, Any]
 class Watched:
     """A peer, the times of its lines and steps after its start, and samples of its memory."""
 
-    def __init__(self, target: str | Path, folder: Path, *flags: str) -> None:
+    def __init__(self, target: str | Path, folder: Path, *flags: str, **place: Any) -> None:
         self.began_s = time.time()
         every = ("--report-every-s", "0.001", "--save-every-s", str(SAVE_EVERY_S))
-        self.peer = PeerProcess(target, folder, *every, *flags)
+        self.peer = PeerProcess(target, folder, *every, *flags, **place)
         self.lines: dict[str, float] = {}
         self.samples: list[tuple[float, int, bool]] = []  # time, resident bytes, and whether a checkpoint is written
         self._process = psutil.Process(self.peer.process.pid)
@@ -162,20 +168,48 @@ def bare(folder: Path) -> Figures:
 
 
 def newcomer(folder: Path) -> Figures:
-    """Join a peer over a slow link, and measure the time to the first step and to the first swap."""
+    """Join a peer over a slow link, and measure the time to the first step and to the first swap. Then merge both."""
     spec, flags = prepare(folder)
     states = [Path(tempfile.mkdtemp(dir=folder)) for _ in range(2)]
-    first = PeerProcess(spec, states[0], *flags)
-    with first:
-        first.event("saved", timeout_s=TRAIN_S)
-        watched = Watched(first.ticket, states[1], *flags, "--max-download", f"{NEWCOMER_MBIT_S:g}mbit")
-        with watched.peer as peer:
-            watched.watch(lambda: watched.steps(), timeout_s=TRAIN_S)
-            first_s = watched.steps()[0][1]
-            watched.watch(lambda: peer.events("report")[-1]["swaps"], timeout_s=TRAIN_S)
-            swap_s = next(e["time_s"] for e in peer.events("report") if e["swaps"]) - watched.began_s
+    with NetLab(2, round_trip_ms=20, mbit_s=NEWCOMER_MBIT_S) as lab:
+        places: list[Any] = [{"host": node.address, "namespace": node.namespace} for node in lab.nodes]
+        first = PeerProcess(spec, states[0], *flags, **places[0])
+        with first:
+            first.event("saved", timeout_s=TRAIN_S)
+            first.give_way()  # it stands for a peer on another machine
+            watched = Watched(first.ticket, states[1], *flags, **places[1])
+            with watched.peer as peer:
+                watched.watch(lambda: watched.steps(), timeout_s=TRAIN_S)
+                first_s = watched.steps()[0][1]
+                watched.watch(lambda: peer.events("report")[-1]["swaps"], timeout_s=TRAIN_S)
+                swap_s = next(e["time_s"] for e in peer.events("report") if e["swaps"]) - watched.began_s
+                peer.event("saved", timeout_s=TRAIN_S)
+                for each, state in zip((first, peer), states, strict=True):
+                    assert not noloco("pause", "--state-dir", state).returncode
+                    each.wait_for("paused:")
+                merging = merge(first.ticket, folder, flags, namespace=places[0]["namespace"])
     state = next(states[0].glob("runs/*/checkpoints/0*/weights.safetensors")).stat().st_size
-    return {"first_s": first_s, "swap_s": swap_s, "transfer_s": state * 8e-6 / NEWCOMER_MBIT_S, "phases": watched.lines}
+    transfer_s = state * 8e-6 / NEWCOMER_MBIT_S
+    return {"first_s": first_s, "swap_s": swap_s, "transfer_s": transfer_s, "phases": watched.lines, "state": state} | {
+        f"merge_{name}": value for name, value in merging.items()
+    }
+
+
+def merge(ticket: str, folder: Path, flags: Sequence[str], *, namespace: str) -> Figures:
+    """Export the mean of two peers that are paused, and watch the memory of the process."""
+    began_s, peak, log = time.monotonic(), [0, 0], folder / f"merge-{time.time_ns()}.txt"
+    target = folder / f"merged-{time.time_ns()}"
+    with Command("export", "--merge", ticket, target, *flags, log=log, namespace=namespace) as command:
+        process = psutil.Process(command.process.pid)
+        while command.process.poll() is None:
+            with suppress(psutil.Error):
+                memory = process.memory_info()
+                peak = [max(peak[0], memory.rss), max(peak[1], memory.rss - memory.shared)]
+            assert time.monotonic() < began_s + TRAIN_S
+            time.sleep(POLL_S)
+        assert "the mean of 2 peers" in command.text, command.text
+    shutil.rmtree(target)
+    return {"s": time.monotonic() - began_s, "peak": peak[0], "own": peak[1]}
 
 
 def claims_of(found: dict[str, Figures]) -> list[Claim]:
@@ -223,6 +257,11 @@ def claims_of(found: dict[str, Figures]) -> list[Claim]:
             Claim("a newcomer's first inner step after", one["first_s"], "s"),
             Claim("  relative to the transfer", ratio, "x", "<= 1.2", ratio <= 1.2),
             Claim("a newcomer's first swap after", one["swap_s"], "s"),
+            Claim("`export --merge` of both, one over this link", one["merge_s"], "s"),
+            Claim("  relative to its transfer", one["merge_s"] / one["transfer_s"], "x"),
+            Claim("  memory, peak", one["merge_peak"] / GIB, "GiB"),
+            Claim("  of it, without mapped files", one["merge_own"] / GIB, "GiB"),
+            Claim("  of it, relative to the weights", one["merge_own"] / one["state"], "x"),
         ]
     return claims
 
