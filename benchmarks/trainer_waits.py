@@ -1,16 +1,20 @@
 """Measure what swaps cost a trainer: how long it waits, how much slower and larger it gets, and what it gets for that.
 
-    python benchmarks/trainer_waits.py [--elements N] [--step-s 1] [--seconds 120] [--mbit-s 200,1000] [--json FILE]
+    python benchmarks/trainer_waits.py [--model gpt2] [--step-s 1] [--seconds 120] [--mbit-s 200,1000] [--json FILE]
+    python benchmarks/trainer_waits.py --elements N [...]
 
-Two processes with the code of real peers swap over TLS and a link proxy. One of them trains a Llama with 85M
-parameters and AdamW on one core. With --elements, it has N synthetic weights and SGD instead, and its inner step
-computes for --step-s seconds of processor time. Its partner has the same weights and sleeps instead of computing,
-because in a real run it would be on another machine. The trainer first trains without a partner for a quarter of the
-time.
+Two processes with the code of real peers swap over TLS and a link proxy. One of them trains a Llama with 138M
+parameters and AdamW on one core. With --model, it is GPT-2 small (124M) or a Qwen2 of 494M parameters from
+transformers, in bf16, and a step accumulates two batches and is followed by that of a scheduler, as in a user's script.
+With --elements, it has N synthetic weights and SGD instead, and its inner step computes for --step-s seconds of
+processor time. Its partner has the same weights and sleeps instead of computing, because in a real run it would be on
+another machine. The trainer trains for a quarter of the time without NoLoCo, for another quarter without a partner, and
+then with one. A step with a swap is one during most of which a swap moves.
 
 A pause is the time for which one inner step waits for the lock of the weights and applies what has arrived. What the
-training thread waits for a core meanwhile is subtracted. Memory is the peak of the process minus its memory before the
-first swap, when model, gradients and optimizer are already there.
+training thread waits for a core meanwhile is subtracted. Memory is the peak of the process minus its peak without
+NoLoCo, when model, gradients, optimizer and activations are already there. The target for a step with a swap holds
+where a core is free, so what the training thread waits for a core is subtracted there, too.
 """
 
 from __future__ import annotations
@@ -18,14 +22,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import math
 import multiprocessing
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -34,6 +40,8 @@ from claims import Claim, show
 from harness.link_proxy import LinkProxy
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import AutoModelForCausalLM, GPT2Config, Qwen2Config
 
 from noloco_p2p.gossip.frames import Hello
 from noloco_p2p.gossip.seams import Candidate, Directory, Transport
@@ -47,32 +55,54 @@ from noloco_p2p.outer.noloco import NoLoCo
 from noloco_p2p.spec import ModelSpec, RunSpec
 from noloco_p2p.testing.links import LinkProfile
 from noloco_p2p.testing.peers import MemorySwarm
-from noloco_p2p.trainer.model import build_model
+from noloco_p2p.trainer.model import build_model, causal_lm_loss
 
 SPEC = RunSpec(name="trainer-waits")
-LLAMA = ModelSpec(hidden_size=768, num_layers=12, num_heads=12, mlp_size=2048)
+LLAMA = ModelSpec(vocab_size=32_000, hidden_size=768, num_layers=12, num_heads=12, mlp_size=2048)
+QWEN = Qwen2Config(  # of Qwen2-0.5B
+    hidden_size=896,
+    intermediate_size=4864,
+    num_hidden_layers=24,
+    num_attention_heads=14,
+    num_key_value_heads=2,
+    tie_word_embeddings=True,
+)
+CONFIGS = {"gpt2": GPT2Config(), "qwen": QWEN}
 NUM_TOKENS = 64  # of a batch
+ACCUMULATED = 2  # batches of a step of a model of transformers
 NUM_TENSORS = 24  # of synthetic weights
 WARM_STEPS = 3
 ALONE_SHARE = 0.25
 START_S = 10.0
-MOST_BLOCKED, MOST_PAUSE_MS, MOST_MIB = 1.0, 50.0, 256.0
+MOST_BLOCKED, MOST_PAUSE_MS, MOST_MIB, MOST_RATIO, MOST_BESIDE = 1.0, 50.0, 256.0, 1.03, 1.05
 MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    num_elements: int  # 0: the Llama
+    num_elements: int  # 0: a model
+    model: str
     step_s: float
     seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    began_s: float
+    passes_s: float  # forward and backward
+    took_s: float
+    waited_passes_s: float  # by the training thread, for a core
+    waited_s: float
+    has_swap: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
     num_elements: int
     seconds: float
-    alone_steps_per_s: float
-    steps_per_s: float
+    bare: list[Step]
+    alone: list[Step]
+    beside: list[Step]
     blocked_s: float
     longest_pause_s: float
     memory_bytes: int
@@ -109,10 +139,14 @@ class Pauses:
         self.longest_s = max(self.longest_s, self._pause_s)
 
 
+def _waited_s() -> float:
+    """Return how long this thread has waited for a core."""
+    return int(Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
+
+
 def _own_s() -> float:
     """Return the time, without that for which this thread has waited for a core."""
-    waited = Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()[1]
-    return time.monotonic() - int(waited) / 1e9
+    return time.monotonic() - _waited_s()
 
 
 def make_training(plan: Plan, *, computes: bool) -> tuple[nn.Module, Optimizer, Callable[[], None]]:
@@ -121,6 +155,8 @@ def make_training(plan: Plan, *, computes: bool) -> tuple[nn.Module, Optimizer, 
     if plan.num_elements:
         sizes = [plan.num_elements // NUM_TENSORS] * NUM_TENSORS
         model: nn.Module = nn.ParameterList(nn.Parameter(torch.randn(size)) for size in sizes)
+    elif plan.model:
+        model = AutoModelForCausalLM.from_config(CONFIGS[plan.model], dtype=torch.bfloat16).train()
     else:
         model = build_model(LLAMA, sequence_length=NUM_TOKENS)
     optimizer: Optimizer
@@ -131,6 +167,7 @@ def make_training(plan: Plan, *, computes: bool) -> tuple[nn.Module, Optimizer, 
     else:
         optimizer = AdamW(model.parameters(), lr=1e-4, fused=True)
     matrix, tokens = torch.randn(256, 256), torch.randint(0, 256, (1, NUM_TOKENS))
+    num_batches = ACCUMULATED if plan.model else 1
 
     def backward() -> None:
         if not computes:
@@ -140,7 +177,9 @@ def make_training(plan: Plan, *, computes: bool) -> tuple[nn.Module, Optimizer, 
             while time.thread_time() < until_s:
                 torch.mm(matrix, matrix)
         else:
-            model(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.zero_grad(set_to_none=False)
+            for _ in range(num_batches):
+                (causal_lm_loss(model, tokens) / num_batches).backward()
 
     return model, optimizer, backward
 
@@ -197,24 +236,40 @@ def side(pipe: Connection, plan: Plan, *, computes: bool) -> None:
     port, peer_id, key = pipe.recv()
     partners = [Candidate(peer_id, f"127.0.0.1:{port}", session_key=key)]
     model, optimizer, backward = make_training(plan, computes=computes)
+    scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step)) if plan.model else None
+    moved = dict[tuple[float, float], None]()  # from when until when swaps have moved
+
+    def train(seconds: float) -> list[Step]:
+        until_s, steps = time.monotonic() + seconds, list[Step]()
+        while time.monotonic() < until_s or len(steps) < WARM_STEPS:
+            began_s, waited_s = time.monotonic(), _waited_s()
+            backward()
+            passes_s, waited_passes_s = time.monotonic() - began_s, _waited_s() - waited_s
+            optimizer.step()
+            if scheduler:
+                scheduler.step()
+            took_s, waited_s = time.monotonic() - began_s, _waited_s() - waited_s
+            steps.append(Step(began_s, passes_s, took_s, waited_passes_s, waited_s))
+            if gossip := peer.member.service.gossip:
+                moved.update(dict.fromkeys(tuple(gossip.link.swaps)))
+        return steps
+
+    def with_swap(step: Step) -> Step:
+        ends_s = step.began_s + step.took_s
+        shared_s = sum(max(0.0, min(stop, ends_s) - max(start, step.began_s)) for start, stop in moved)
+        return replace(step, has_swap=shared_s > step.took_s / 2)
+
+    train(0.0)
+    _forget_peak()
+    bare, before = train(ALONE_SHARE * plan.seconds), _peak_bytes()
     pauses, swaps = Pauses(optimizer), list[Swapped]()
     outer = NoLoCo(model, optimizer, peer.member, save_every_s=0.0, on_swap=swaps.append)
     pauses.end(optimizer)
-
-    def train(seconds: float) -> float:
-        """Train, and return the number of steps per second."""
-        began_s, steps = time.monotonic(), 0
-        while time.monotonic() < began_s + seconds or steps < WARM_STEPS:
-            backward()
-            optimizer.step()
-            steps += 1
-        return steps / (time.monotonic() - began_s)
-
     train(0.0)
     alone = train(ALONE_SHARE * plan.seconds)
     gc.collect()
-    before, pauses.total_s, pauses.longest_s = _memory_bytes("VmRSS"), 0.0, 0.0
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets VmHWM
+    pauses.total_s = pauses.longest_s = 0.0
+    _forget_peak()
     peer.directory.others, began_s = partners, time.monotonic()
     beside = train(plan.seconds)
     seconds, counts, gossip = time.monotonic() - began_s, peer.member.service.counts, peer.member.service.gossip
@@ -222,11 +277,12 @@ def side(pipe: Connection, plan: Plan, *, computes: bool) -> None:
     found = Found(
         num_elements=outer.weights.num_elements,
         seconds=seconds,
-        alone_steps_per_s=alone,
-        steps_per_s=beside,
+        bare=bare,
+        alone=alone,
+        beside=[with_swap(step) for step in beside],
         blocked_s=pauses.total_s,
         longest_pause_s=pauses.longest_s,
-        memory_bytes=_memory_bytes("VmHWM") - before,
+        memory_bytes=_peak_bytes() - before,
         bytes_sent=counts.bytes_sent,
         swaps=counts.swaps,
         failed=counts.failures.total(),
@@ -240,10 +296,13 @@ def side(pipe: Connection, plan: Plan, *, computes: bool) -> None:
     peer.__exit__()
 
 
-def _memory_bytes(field: str) -> int:
-    """Return the VmRSS (now) or VmHWM (peak) of this process."""
+def _forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets VmHWM
+
+
+def _peak_bytes() -> int:
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
 def run_pair(plan: Plan, link: LinkProfile) -> Found:
@@ -268,9 +327,24 @@ def run_pair(plan: Plan, link: LinkProfile) -> Found:
     return found
 
 
+def own_time(step: Step) -> float:
+    return step.took_s - step.waited_s
+
+
+def ratio_of(some: Sequence[Step], others: Sequence[Step], time_of: Callable[[Step], float]) -> float:
+    return median(map(time_of, some)) / median(map(time_of, others)) if some else math.nan
+
+
 def measure(plan: Plan, mbit_s: float) -> list[Claim]:
     found = run_pair(plan, LinkProfile("link", down_mbit_s=mbit_s, up_mbit_s=mbit_s, delay_ms=10, jitter_ms=0))
-    name = f"{found.num_elements / 1e6:.3g}M, {mbit_s:g} Mbit/s"
+    name = f"{plan.model} {found.num_elements / 1e6:.3g}M, {mbit_s:g} Mbit/s".strip()
+    bare_s = median(step.took_s for step in found.bare)
+    swapping = [step for step in found.beside if step.has_swap]
+    others = [step for step in found.beside if not step.has_swap]
+    step_s = fmean(step.took_s for step in found.beside)
+    beside = ratio_of(swapping, found.alone, lambda step: step.took_s)
+    own, ratio = ratio_of(swapping, found.alone, own_time), ratio_of(found.alone, found.bare, own_time)
+    passes = ratio_of(swapping, found.alone, lambda step: step.passes_s - step.waited_passes_s)
     blocked = 100 * found.blocked_s / found.seconds
     pause_ms, memory = 1e3 * found.longest_pause_s, found.memory_bytes / MIB
     goodput = found.bytes_sent * 8e-6 / found.seconds
@@ -278,8 +352,14 @@ def measure(plan: Plan, mbit_s: float) -> list[Claim]:
         Claim(f"{name}: blocked", blocked, "% of the time", f"< {MOST_BLOCKED:g}", blocked < MOST_BLOCKED),
         Claim(f"{name}: longest pause", pause_ms, "ms", f"< {MOST_PAUSE_MS:g}", pause_ms < MOST_PAUSE_MS),
         Claim(f"{name}: memory", memory, "MiB", f"< {MOST_MIB:g}", memory < MOST_MIB),
-        Claim(f"{name}: speed beside swaps", 100 * found.steps_per_s / found.alone_steps_per_s, "% of that alone"),
-        Claim(f"{name}: inner step", 1 / found.steps_per_s, "s"),
+        Claim(f"{name}: a bare step", bare_s, "s"),
+        Claim(f"{name}: a step without a partner", ratio, "of a bare one", f"<= {MOST_RATIO:g}", ratio <= MOST_RATIO),
+        Claim(f"{name}: a step with a swap", own, "of one alone", f"<= {MOST_BESIDE:g}", own <= MOST_BESIDE),
+        Claim(f"{name}:   with waits for a core", beside, "of one alone"),
+        Claim(f"{name}:   its forward and backward", passes, "of one alone"),
+        Claim(f"{name}: a step between swaps", ratio_of(others, found.alone, own_time), "of one alone"),
+        Claim(f"{name}: steps with a swap", 100 * len(swapping) / len(found.beside), "%"),
+        Claim(f"{name}: inner step", step_s, "s"),
         Claim(f"{name}: committed swaps", found.swaps * 60 / found.seconds, "a minute"),
         Claim(f"{name}: failed swaps", found.failed, ""),
         Claim(f"{name}: a swap carries", 100 * found.share, "% of the weights"),
@@ -293,6 +373,7 @@ def measure(plan: Plan, mbit_s: float) -> list[Claim]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--elements", type=int, default=0, metavar="N", help="synthetic weights")
+    parser.add_argument("--model", choices=CONFIGS, default="")
     parser.add_argument(
         "--step-s", type=float, default=1.0, help="of the partner, and of a trainer of synthetic weights"
     )
@@ -300,7 +381,7 @@ def main() -> None:
     parser.add_argument("--mbit-s", default="200,1000")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the claims as JSON")
     args = parser.parse_args()
-    plan = Plan(args.elements, args.step_s, args.seconds)
+    plan = Plan(args.elements, args.model, args.step_s, args.seconds)
     show([claim for rate in args.mbit_s.split(",") for claim in measure(plan, float(rate))], args.json)
 
 
