@@ -14,6 +14,7 @@ from harness.processes import until
 from harness.specs import published
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 
 from noloco_p2p.errors import CheckpointError
 from noloco_p2p.gossip.frames import StateManifest
@@ -131,6 +132,28 @@ def test_a_swap_is_told_and_measured(tmp_path: Path) -> None:
         assert 0 < metrics.apart < 0.1
         assert metrics.blocked_s > 0
         assert replicas[0].peer.service.counts.swaps >= len(replicas[0].swaps)
+
+
+def test_a_compiled_model_is_not_compiled_again_at_swaps(tmp_path: Path) -> None:
+    """Guards, not the backend, decide whether a model is compiled again."""
+    backend, inputs = CompileCounter(), torch.ones(4, 6)
+
+    def train(replica: Replica, num_steps: int) -> None:
+        wait = threading.Event()
+        for _ in range(num_steps):
+            replica.optimizer.zero_grad()
+            replica.model(inputs).sum().mul(1e-4).backward()
+            replica.optimizer.step()
+            wait.wait(STEP_S)
+
+    with MemorySwarm(make_spec()) as swarm:
+        replicas = [Replica(swarm, name, tmp_path) for name in ("a", "b")]
+        replicas[0].model.compile(backend=backend)
+        train(replicas[0], 1)
+        assert backend.frame_count == 1
+        together(*(lambda r=r: train(r, 200) for r in replicas))
+        assert len(replicas[0].swaps) > 5
+        assert backend.frame_count == 1
 
 
 def test_closing_swaps_bring_peers_to_their_mean(tmp_path: Path) -> None:

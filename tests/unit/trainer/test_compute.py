@@ -150,6 +150,7 @@ def test_what_a_sequence_needs_grows_with_it_and_not_with_the_weights() -> None:
 def test_fit_asks_memory_unless_it_is_told() -> None:
     assert make().fit(batch()) == 6
     assert make(Compute(micro_batch=4)).fit(batch()) == 4
+    assert make().fit(batch()[:1]) == 1
     inner = make()
     inner.fit(batch())
     assert not inner.gradients()
