@@ -1,4 +1,4 @@
-"""The size of each part stays within its budget. A change that needs more lines changes the number in the same commit."""
+"""The size of each part stays within its budget. A change that needs more lines raises the number in its commit."""
 
 from __future__ import annotations
 
