@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import median
+from threading import Event
 from typing import Any, TypeVar
 
 from noloco_p2p.errors import CheckpointError, Left, ModelError, TimedOut, Unreachable
@@ -63,6 +64,9 @@ class Membership:
         self._network = network
         self._catch_up_again_s = 0.0
         self._ask_again_s = 0.0
+        self._loss_of: Callable[[Path], float] | None = None
+        self._has_model = Event()  # from `enter` on
+        self._losses: list[float] = []  # of states that have been refused
         self._refusals: dict[str, str] = {}  # peer id -> why the last fetch got no state from it
         self._fetching: Future[StateManifest | None] | None = None
 
@@ -83,6 +87,7 @@ class Membership:
                 self._network.leaving.set()
                 raise
             finally:
+                self._has_model.set()
                 self._fetching = None
 
     @property
@@ -90,12 +95,15 @@ class Membership:
         """Return whether a state is on its way while the caller builds its model."""
         return self._fetching is not None and not self._fetching.done()
 
-    def enter(self, *, layout: ModelLayout, target: Path | None) -> StateManifest | None:
+    def enter(
+        self, *, layout: ModelLayout, target: Path | None, loss_of: Callable[[Path], float] | None = None
+    ) -> StateManifest | None:
         """Announce which model this peer trains. If `target` is given, fetch the state of a live peer into that file.
 
-        Raises the errors of `_fetch_first`.
+        `loss_of` returns the loss of a state on this peer's own data. Raises the errors of `_fetch_first`.
         """
-        net = self._network
+        net, self._loss_of = self._network, loss_of
+        self._has_model.set()
         assert self._fetching is None or net.states.layout == layout
         net.states.layout = layout
         manifest = None
@@ -305,7 +313,15 @@ class Membership:
         check_file = partial(read_state, expected=vectors_of(net.spec.outer, layout.num_elements))
         try:
             with net.progress.task("fetching the state of the swarm", unit="bytes") as report:
-                admission = Admission(net.spec, net.transport, layout, live=net.live_peers.live, check_file=check_file)
+                admission = Admission(
+                    net.spec,
+                    net.transport,
+                    layout,
+                    live=net.live_peers.live,
+                    check_file=check_file,
+                    loss_of=self._loss,
+                    losses=self._losses,
+                )
                 self._refusals = admission.refused
                 fetching = fetch_state(
                     net.transport,
@@ -325,6 +341,11 @@ class Membership:
         except OSError as error:
             raise CheckpointError(f"the state of the swarm cannot be written to {target}: {error}") from None
         return manifest
+
+    def _loss(self, path: Path) -> float:
+        """Return the loss of a state as soon as the caller has built its model, or -inf if no loss is checked."""
+        self._has_model.wait()
+        return self._loss_of(path) if self._loss_of else -math.inf
 
     @property
     def _layout(self) -> ModelLayout:
