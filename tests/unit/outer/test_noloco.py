@@ -139,21 +139,21 @@ def test_a_compiled_model_is_not_compiled_again_at_swaps(tmp_path: Path) -> None
     """Guards, not the backend, decide whether a model is compiled again."""
     backend, inputs = CompileCounter(), torch.ones(4, 6)
 
-    def train(replica: Replica, num_steps: int) -> None:
+    def train(replica: Replica, forward: Callable[[Tensor], Tensor], num_steps: int) -> None:
         wait = threading.Event()
         for _ in range(num_steps):
             replica.optimizer.zero_grad()
-            replica.model(inputs).sum().mul(1e-4).backward()
+            forward(inputs).sum().mul(1e-4).backward()
             replica.optimizer.step()
             wait.wait(STEP_S)
 
     with MemorySwarm(make_spec()) as swarm:
-        replicas = [Replica(swarm, name, tmp_path) for name in ("a", "b")]
-        replicas[0].model.compile(backend=backend)
-        train(replicas[0], 1)
+        one, other = (Replica(swarm, name, tmp_path) for name in ("a", "b"))
+        compiled = torch.compile(one.model, backend=backend)
+        train(one, compiled, 1)
         assert backend.frame_count == 1
-        together(*(lambda r=r: train(r, 200) for r in replicas))
-        assert len(replicas[0].swaps) > 5
+        together(lambda: train(one, compiled, 200), lambda: train(other, other.model, 200))
+        assert len(one.swaps) > 5
         assert backend.frame_count == 1
 
 
