@@ -209,8 +209,8 @@ async def fetch_state(
     One donor is asked at a time, the fastest first. Donors that have not been measured are asked in the order of
     `peers`, followed by the peers that `live` lists at that time. Busy donors are asked again until one has a free
     slot, or until no chunk has arrived for `patience_s`. A donor that turns out to be slow is left if another may be
-    much faster. If a donor dies, the verified chunks are kept. If this program dies, they are kept in `target` for an
-    hour. A state that fails `admission` is discarded.
+    much faster. If a connection breaks or a donor dies, the verified chunks are kept. If this program dies, they are
+    kept in `target` for an hour. A state that fails `admission` is discarded.
 
     A donor serves the last state that it saved, whose progress must exceed `newer_than`. `on_progress` is called with
     the number of verified bytes and the total.
@@ -282,6 +282,9 @@ async def fetch_state(
                 donor.ask_at_s = clock() + max(least, min(error.retry_after_s, most))
                 donors.append(donor)
             elif isinstance(error, _TooSlow):
+                donors.append(donor)
+            elif kept.done_bytes > began_bytes:  # the connection broke; another donor is asked first
+                donor.bytes_per_s = 0.0
                 donors.append(donor)
         else:
             kept.finish()

@@ -64,14 +64,31 @@ def as_it_is(items: AsyncGenerator[FetchItem]) -> AsyncGenerator[FetchItem]:
     return items
 
 
-async def dies_after_two_chunks(items: AsyncGenerator[FetchItem]) -> AsyncGenerator[FetchItem]:
+async def breaks_after_two_chunks(items: AsyncGenerator[FetchItem]) -> AsyncGenerator[FetchItem]:
     num_chunks = 0
     async for item in items:
         if isinstance(item, StateChunk):
             num_chunks += 1
             if num_chunks > 2:
-                raise Unreachable("the donor died")
+                raise Unreachable("the connection broke")
         yield item
+
+
+def dies_after_two_chunks() -> Alter:
+    is_dead = False
+
+    async def alter(items: AsyncGenerator[FetchItem]) -> AsyncGenerator[FetchItem]:
+        nonlocal is_dead
+        if is_dead:
+            raise Unreachable("the donor is dead")
+        try:
+            async for item in breaks_after_two_chunks(items):
+                yield item
+        except Unreachable:
+            is_dead = True
+            raise
+
+    return alter
 
 
 async def damages_the_second_chunk(items: AsyncGenerator[FetchItem]) -> AsyncGenerator[FetchItem]:
@@ -149,13 +166,19 @@ def fetching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fetching:
 
 
 def test_verified_chunks_are_kept_when_a_donor_dies_and_the_rest_comes_from_another(fetching: Fetching) -> None:
-    (_, first), (second_donor, second) = fetching.donor(1, dies_after_two_chunks), fetching.donor(2)
+    (_, first), (second_donor, second) = fetching.donor(1, dies_after_two_chunks()), fetching.donor(2)
     manifest, fetched = fetching.run()
     kept = 2 * STATE_CHUNK_BYTES
     assert fetched == first[:kept] + second[kept:]
     assert manifest is not None
     assert manifest.progress == 0.2, "the place in the run is that of the last donor"
     assert [want.indices for want in second_donor.asked if isinstance(want, WantChunks)] == [(2, 3)], "nothing twice"
+
+
+def test_a_donor_whose_connection_broke_is_asked_again_for_the_rest(fetching: Fetching) -> None:
+    donor, data = fetching.donor(1, breaks_after_two_chunks)
+    assert fetching.run()[1] == data
+    assert [want.indices for want in donor.asked if isinstance(want, WantChunks)] == [(0, 1, 2, 3), (2, 3)]
 
 
 @pytest.mark.parametrize("alter", [damages_the_second_chunk, sends_chunks_backwards, stops_early, sends_nothing])
@@ -308,7 +331,7 @@ def test_more_chunks_than_one_call_may_ask_for_take_several(
 
 
 def test_a_newcomer_that_starts_again_asks_only_for_what_it_lacks(fetching: Fetching) -> None:
-    _, first = fetching.donor(1, dies_after_two_chunks)
+    _, first = fetching.donor(1, dies_after_two_chunks())
     assert fetching.run()[0] is None
     fetching.network.remove("donor-1")
     second_donor, second = fetching.donor(2)
@@ -324,7 +347,7 @@ def test_a_newcomer_that_starts_again_asks_only_for_what_it_lacks(fetching: Fetc
 
 @pytest.mark.parametrize("spoil", ["torn", "old", "other size"])
 def test_what_was_kept_is_not_trusted_when_it_is_torn_or_old(fetching: Fetching, spoil: str) -> None:
-    fetching.donor(1, dies_after_two_chunks)
+    fetching.donor(1, dies_after_two_chunks())
     fetching.run()
     fetching.network.remove("donor-1")
     target, digests = fetching.folder / "fetched", fetching.folder / "fetched.digests"
