@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from noloco_p2p.data.documents import Fault, Faults
 from noloco_p2p.data.prefetch import Prefetcher
-from noloco_p2p.data.stream import TokenStream, validation_batches
+from noloco_p2p.data.stream import Corpus, TokenStream, validation_batches
 from noloco_p2p.devices import describe, empty_cache, peak_bytes
 from noloco_p2p.errors import CheckpointError, DataError, ModelError, RankError
 from noloco_p2p.outer.checkpoint import Checkpoints
@@ -72,7 +72,6 @@ class TrainerBase:
         self.spec = spec
         self.say = say
         self.batches: Prefetcher | None = None
-        self.validation: list[Tensor] = []
         self.line_begins = ""  # the prefix of the lines for the user
         self._waited_s = 0.0  # for data, before the last report
         self.events = EventLog(peer.run_folder / "events.jsonl")
@@ -127,28 +126,13 @@ class TrainerBase:
 
     # data
 
-    def _open_data(self, tokenizer: PreTrainedTokenizerBase, *, batch_size: int) -> None:
-        """Open this peer's batches and the held-out batches. Raises DataError if the data cannot be read."""
-        spec, settings, faults = self.spec, self.peer.settings, Faults(self._data_fault)
-        stream = TokenStream(
-            spec.data,
-            tokenizer=tokenizer,
-            bindings=settings.data,
-            peer_id=self.peer.peer_id,
-            batch_size=batch_size,
-            progress=self.peer.progress,
-            faults=faults,
-        )
-        self.validation = validation_batches(
-            spec.data,
-            tokenizer=tokenizer,
-            bindings=settings.data,
-            num_sequences=spec.evaluate.num_sequences,
-            batch_size=batch_size,
-            progress=self.peer.progress,
-            faults=faults,
-        )
+    def _open_data(self, tokenizer: PreTrainedTokenizerBase, *, batch_size: int) -> Corpus:
+        """Open this peer's batches. Raises DataError if the data cannot be opened."""
+        bindings, faults = self.peer.settings.data, Faults(self._data_fault)
+        corpus = Corpus(self.spec.data, tokenizer, bindings, self.peer.progress, faults)
+        stream = TokenStream(corpus, peer_id=self.peer.peer_id, batch_size=batch_size)
         self.batches = Prefetcher(stream, pin_memory=self.device.type == "cuda")
+        return corpus
 
     def _data_fault(self, fault: Fault) -> None:
         """Count a fault and write it to the event log. This is called on the thread that reads the data."""
@@ -318,7 +302,7 @@ class Trainer(TrainerBase):
         )
         super().__init__(peer, spec, say=say)
         tokenizer = build_tokenizer(spec.data, folders=settings.models)
-        self._open_data(tokenizer, batch_size=spec.train.batch_size)
+        self._corpus = self._open_data(tokenizer, batch_size=spec.train.batch_size)
         with peer.progress.task("building the model"):
             self.model = build_model(spec.model, **size)
         check_vocabulary(self.model, tokenizer)
@@ -339,15 +323,20 @@ class Trainer(TrainerBase):
         self._losses: list[Tensor] = []  # since the last report
         self._measured_s, self._num_steps = time.monotonic(), 0  # steps since then
 
+    @cached_property
+    def validation(self) -> list[Tensor]:
+        """The held-out batches. The first evaluation reads them, so training need not wait for it."""
+        evaluate, batch_size = self.spec.evaluate, self.spec.train.batch_size
+        return validation_batches(self._corpus, num_sequences=evaluate.num_sequences, batch_size=batch_size)
+
     def needs(self) -> Needs:
         """Estimate the memory, disk space and traffic that this run needs on this machine.
 
         This also determines how many sequences of a batch fit into memory at a time.
         """
         self.model.train()
-        batch_size, batch = self.spec.train.batch_size, self.validation[0]
-        whole = batch.repeat(-(-batch_size // len(batch)), 1)[:batch_size]
-        at_once = self.inner_step.fit(whole)
+        batch_size = self.spec.train.batch_size
+        at_once = self.inner_step.fit(torch.zeros(batch_size, self.spec.data.sequence_length, dtype=torch.long))
         per_gpu = -(-batch_size // self.inner_step.compute.num_ranks)
         if at_once < per_gpu:
             self.say(f"a step processes {per_gpu} sequences per GPU in micro-batches of {at_once}")

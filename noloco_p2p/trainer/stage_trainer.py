@@ -12,7 +12,9 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from torch import Tensor
 
+from noloco_p2p.data.stream import validation_batches
 from noloco_p2p.devices import free_memory
 from noloco_p2p.errors import Left, SettingsError
 from noloco_p2p.flow.head import Head
@@ -69,6 +71,7 @@ class StageTrainer(TrainerBase):
         self.stage = self._choose() if stage is None else stage
         self.line_begins = f"stage {self.stage} | "
         peer.metrics.loss = peer.metrics.validation_loss = None  # they belong to the stage before a switch
+        self.validation: list[Tensor] = []  # of a head
         self.switches_to: int | None = None  # another stage, which needs this peer more
         peer.membership.hold(self.stage)
         folder = stage_folder(peer.run_folder, self.stage)
@@ -79,8 +82,10 @@ class StageTrainer(TrainerBase):
         if built.is_head:
             tokenizer = build_tokenizer(spec.data, folders=settings.models)
             check_vocabulary(built.model, tokenizer)
-            self._open_data(tokenizer, batch_size=spec.pipeline.microbatch)
-            self.validation = [batch for batch in self.validation if len(batch) == spec.pipeline.microbatch]
+            size = spec.pipeline.microbatch
+            corpus = self._open_data(tokenizer, batch_size=size)
+            batches = validation_batches(corpus, num_sequences=spec.evaluate.num_sequences, batch_size=size)
+            self.validation = [batch for batch in batches if len(batch) == size]
         self.inner_step = InnerStep(built.model, train_of_stage(spec), compute)
         self._enter(folder, follows_caller=not built.is_head)
         if not self.outer.resumed and not self.outer.entered:
