@@ -31,6 +31,7 @@ from noloco_p2p.trainer.compute import (
 )
 from noloco_p2p.trainer.evaluate import evaluate_loss
 from noloco_p2p.trainer.model import causal_lm_loss, hidden_matrices
+from noloco_p2p.trainer.needs import moment_bytes
 
 log = logging.getLogger(__name__)
 
@@ -127,8 +128,8 @@ class InnerStep:
         """
         if not self.compute.micro_batch and self._largest(batch) > 1:
             needed = sequence_bytes(self._backward_alone, batch[:1], self.device)
-            num_parameters = sum(local(param).numel() for param in self.trainable.values())
-            free = free_bytes(self.device, num_parameters=num_parameters, has_moments=not self._is_offloaded)
+            kept = [sum(local(each).numel() for each in all_) for all_ in (self.trainable.values(), self.muon_matrices)]
+            free = free_bytes(self.device, moment_bytes=0 if self._is_offloaded else moment_bytes(*kept))
             self.micro_batch = self._agree(fitting(free, needed, largest=self._largest(batch)))
             self.activation_bytes = needed * self.micro_batch
             self._forget()

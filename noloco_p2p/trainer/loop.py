@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from torch import Tensor
 from noloco_p2p.data.documents import Fault, Faults
 from noloco_p2p.data.prefetch import Prefetcher
 from noloco_p2p.data.stream import Corpus, TokenStream, validation_batches
-from noloco_p2p.devices import describe, empty_cache, peak_bytes
+from noloco_p2p.devices import describe, empty_cache, has_own_memory, peak_bytes
 from noloco_p2p.errors import CheckpointError, DataError, ModelError, RankError
 from noloco_p2p.outer.checkpoint import Checkpoints
 from noloco_p2p.outer.flat import FlatParameters
@@ -107,22 +107,6 @@ class TrainerBase:
                 self.batches.load_state_dict(checkpoint.meta["data"])
             self.peer.restore_metrics(checkpoint.meta["metrics"])
             self.say(f"resumed from step {self.peer.metrics.step} ({checkpoint.path})")
-
-    def _needs(self, *, frozen_bytes: int = 0) -> Needs:
-        """Estimate the memory, disk space and traffic that this run needs on this machine."""
-        step = self.inner_step
-        step.forget()
-        return estimate(
-            self.spec,
-            num_parameters=sum(param.numel() for param in step.trainable.values()),
-            num_matrix_parameters=sum(param.numel() for param in step.muon_matrices),
-            frozen_bytes=frozen_bytes,
-            activation_bytes=step.activation_bytes,
-            folder=self.peer.settings.state_dir,
-            settings=self.peer.settings,
-            compute=step.compute,
-            device=self.device,
-        )
 
     # data
 
@@ -291,15 +275,9 @@ class Trainer(TrainerBase):
         self.device = ranks.device if ranks else choose_device(settings.device)
         compute = Compute.of(settings, num_ranks=ranks.size if ranks else 1)
         size = {"sequence_length": spec.data.sequence_length, "folders": settings.models}
-        num_parameters, self._frozen_bytes = count_parameters(spec.model, **size)
-        check_memory(
-            spec,
-            settings,
-            num_parameters=num_parameters,
-            frozen_bytes=self._frozen_bytes,
-            compute=compute,
-            device=self.device,
-        )
+        counts, has_gpu = count_parameters(spec.model, **size), has_own_memory(self.device)
+        self._needs = estimate(spec, counts, settings, has_gpu=has_gpu, num_ranks=compute.num_ranks)
+        check_memory(self._needs, spec, settings, self.device)
         super().__init__(peer, spec, say=say)
         tokenizer = build_tokenizer(spec.data, folders=settings.models)
         self._corpus = self._open_data(tokenizer, batch_size=spec.train.batch_size)
@@ -335,12 +313,12 @@ class Trainer(TrainerBase):
         This also determines how many sequences of a batch fit into memory at a time.
         """
         self.model.train()
-        batch_size = self.spec.train.batch_size
-        at_once = self.inner_step.fit(torch.zeros(batch_size, self.spec.data.sequence_length, dtype=torch.long))
-        per_gpu = -(-batch_size // self.inner_step.compute.num_ranks)
+        step, batch_size = self.inner_step, self.spec.train.batch_size
+        at_once = step.fit(torch.zeros(batch_size, self.spec.data.sequence_length, dtype=torch.long))
+        per_gpu = -(-batch_size // step.compute.num_ranks)
         if at_once < per_gpu:
             self.say(f"a step processes {per_gpu} sequences per GPU in micro-batches of {at_once}")
-        return self._needs(frozen_bytes=self._frozen_bytes)
+        return replace(self._needs, activation_bytes=step.activation_bytes)
 
     def train(self) -> Path | None:
         """Train until the schedule is complete, `max_steps` steps are taken, or the peer is asked to leave.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from noloco_p2p.data.stream import validation_batches
-from noloco_p2p.devices import free_memory
+from noloco_p2p.devices import free_memory, has_own_memory
 from noloco_p2p.errors import Left, SettingsError
 from noloco_p2p.flow.head import Head
 from noloco_p2p.flow.limits import num_rooms
@@ -30,7 +30,7 @@ from noloco_p2p.trainer.cut import cut_of
 from noloco_p2p.trainer.inner_step import InnerStep
 from noloco_p2p.trainer.loop import TrainerBase
 from noloco_p2p.trainer.model import build_tokenizer, check_vocabulary
-from noloco_p2p.trainer.needs import Needs
+from noloco_p2p.trainer.needs import Counts, Needs, estimate
 from noloco_p2p.trainer.stage import Stage, build_stage, train_of_stage
 from noloco_p2p.trainer.stage_choice import StageNeeds, draw_stage, missing_stages, needier_stage
 from noloco_p2p.trainer.stage_flow import StageFlow
@@ -187,7 +187,11 @@ class StageTrainer(TrainerBase):
             f"stage {self.stage} of {spec.pipeline.stages}{' (head)' if self.stage == 0 else ''}: "
             f"this machine processes {count(self.peer.metrics.capacity)} tokens/s"
         )
-        return self._needs()
+        step = self.inner_step
+        step.forget()
+        params, matrices = step.trainable.values(), step.muon_matrices
+        counts = Counts(sum(each.numel() for each in params), sum(each.numel() for each in matrices))
+        return estimate(spec, counts, self.peer.settings, has_gpu=has_own_memory(self.device))
 
     # training
 
