@@ -29,7 +29,7 @@ from noloco_p2p.data.documents import Document, Piece, Row
 from noloco_p2p.data.prefetch import Prefetcher
 from noloco_p2p.data.reader import Reader, Source
 from noloco_p2p.data.sources import builtin_corpus
-from noloco_p2p.data.stream import TokenStream
+from noloco_p2p.data.stream import Corpus, TokenStream
 from noloco_p2p.spec import DataSpec
 
 NUM_PEERS = 16
@@ -63,7 +63,7 @@ def write_files(folder: Path, *, num_documents: int) -> str:
 def packing(files: str, *, num_blocks: int) -> list[Claim]:
     """Measure the share of tokens that are padding, or that are read from documents but reach no batch."""
     data = DataSpec(source="c4", sequence_length=1024)
-    stream = TokenStream(data, tokenizer=ByT5Tokenizer(), bindings={"c4": files}, peer_id="a", batch_size=1)
+    stream = TokenStream(Corpus(data, ByT5Tokenizer(), {"c4": files}), peer_id="a", batch_size=1)
     given = padding = blocks = lost = taken = 0
     while blocks < num_blocks:
         batch = next(stream)
@@ -123,7 +123,7 @@ def speeds(files: str, quick: bool) -> list[Claim]:
     found = []
     for name, tokenizer in (("bytes", ByT5Tokenizer()), ("BPE", trained_tokenizer())):
         data = DataSpec(source="c4", sequence_length=1024, tokenizer=name)
-        stream = TokenStream(data, tokenizer=tokenizer, bindings={"c4": files}, peer_id="a", batch_size=16)
+        stream = TokenStream(Corpus(data, tokenizer, {"c4": files}), peer_id="a", batch_size=16)
         next(stream)
         began_s, num_tokens, seconds = time.monotonic(), 0, 2.0 if quick else 10.0
         while time.monotonic() - began_s < seconds:
@@ -131,7 +131,7 @@ def speeds(files: str, quick: bool) -> list[Claim]:
         rate = num_tokens / (time.monotonic() - began_s)
         found.append(Claim(f"reads, tokenizes ({name}) and packs .json.gz", rate, "tokens/s"))
     data = DataSpec(source="c4", sequence_length=1024)
-    stream = TokenStream(data, tokenizer=ByT5Tokenizer(), bindings={"c4": files}, peer_id="a", batch_size=4)
+    stream = TokenStream(Corpus(data, ByT5Tokenizer(), {"c4": files}), peer_id="a", batch_size=4)
     ahead = Prefetcher(stream)
     next(ahead)
     before_s, began_s = ahead.waited_s, time.monotonic()

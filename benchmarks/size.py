@@ -1,6 +1,6 @@
 """Measure what a run of 125 million parameters costs a machine: time to start, memory, checkpoints, speed of a step.
 
-    python benchmarks/size.py [--folder FOLDER] [--parts start,bare,newcomer] [--json FILE]
+    python benchmarks/size.py [--folder FOLDER] [--parts start,muon,bare,newcomer] [--json FILE]
 
 Real peers train the model of `noloco init --preset small` on the CPU, with AdamW, sequences of 128 tokens, a batch of
 one, and a tokenizer of 32,000 ids that is trained on the built-in corpus. It takes a few minutes. Each part keeps its
@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -87,7 +88,7 @@ class Watched:
         return [(event["step"], event["time_s"] - self.began_s) for event in self.peer.events("report")]
 
 
-def prepare(folder: Path) -> tuple[Path, list[str]]:
+def prepare(folder: Path, optimizer: str = "adamw") -> tuple[Path, list[str]]:
     """Write the tokenizer and the spec. Return the spec, and the flags of a peer."""
     tokenizer = folder / "tokenizer"
     if not tokenizer.exists():
@@ -100,16 +101,16 @@ def prepare(folder: Path) -> tuple[Path, list[str]]:
         "data.tokenizer": "local",
         "data.sequence_length": NUM_TOKENS,
         "train.batch_size": 1,
-        "train.inner_optimizer": "adamw",
+        "train.inner_optimizer": optimizer,
         "evaluate.num_sequences": 32,
     }
     spec = TrainerSpec.load(folder / "small.toml").with_changes(changes, origin="this benchmark")
     return write_spec(spec, folder), ["--model", f"local={tokenizer}"]
 
 
-def start(folder: Path) -> Figures:
+def start(folder: Path, optimizer: str = "adamw") -> Figures:
     """Train alone, and measure the start, memory and checkpoints."""
-    spec, flags = prepare(folder)
+    spec, flags = prepare(folder, optimizer)
     state = Path(tempfile.mkdtemp(dir=folder))
     watched = Watched(spec, state, *flags)
     with watched.peer as peer:
@@ -123,6 +124,7 @@ def start(folder: Path) -> Figures:
         newest = Path(saved[-1]["folder"])
         files = {path.name: path.stat().st_size for path in sorted(newest.iterdir())}
         announced = peer.wait_for("needs:")
+        announced_checkpoint = peer.wait_for("checkpoints: keeps")
         warned = [line for line in peer.text.splitlines() if "WARNING" in line or "warning" in line.lower()]
     durations = [after[1] - before[1] for before, after in pairwise(steps) if after[0] == before[0] + 1]
     begins = [now for (_, _, before), (now, _, writes) in pairwise(watched.samples) if writes and not before]
@@ -144,9 +146,15 @@ def start(folder: Path) -> Figures:
         "wait_s": max(waits, default=0.0),
         "files": files,
         "announced": announced,
-        "announced_bytes": [int(float(each) * UNITS[unit]) for each, unit in AMOUNT.findall(announced)],
+        "announced_bytes": amounts(announced),
+        "announced_checkpoint": amounts(announced_checkpoint)[0],
         "warned": warned,
     }
+
+
+def amounts(line: str) -> list[int]:
+    """Return the amounts of memory in a line, in bytes."""
+    return [int(float(each) * UNITS[unit]) for each, unit in AMOUNT.findall(line)]
 
 
 def bare(folder: Path) -> Figures:
@@ -212,32 +220,39 @@ def merge(ticket: str, folder: Path, flags: Sequence[str], *, namespace: str) ->
     return {"s": time.monotonic() - began_s, "peak": peak[0], "own": peak[1]}
 
 
+def costs(one: Figures, name: str = "") -> list[Claim]:
+    """Compare memory and checkpoints with what the peer announced."""
+    *memory, disk = one["announced_bytes"]
+    claims = [
+        Claim(f"memory, steady{name}", one["steady"] / GIB, "GiB"),
+        Claim(f"memory, peak while a checkpoint is written{name}", one["saving"] / GIB, "GiB"),
+    ]
+    checkpoint = sum(one["files"].values())
+    for what, told, measured in (
+        ("memory, peak", sum(memory), one["peak"]),
+        ("checkpoint", one["announced_checkpoint"], checkpoint),
+    ):
+        is_close = abs(told - measured) <= measured / 10
+        claims.append(Claim(f"{what}{name}", measured / GIB, "GiB"))
+        claims.append(Claim(f"{what}{name}, announced by `join`", told / GIB, "GiB", "within a tenth", is_close))
+    return [*claims, Claim(f"disk space announced by `join`{name}", disk / GIB, "GiB")]
+
+
 def claims_of(found: dict[str, Figures]) -> list[Claim]:
     claims: list[Claim] = []
     if "start" in found:
         one = found["start"]
-        *memory, disk = one["announced_bytes"]
-        announced, files = sum(memory), one["files"]
         claims += [
             Claim("from the start to the first inner step", one["first_s"], "s"),
             *(Claim(f"  of it, until {name!r}", seconds, "s") for name, seconds in one["phases"].items()),
-            Claim("memory, steady", one["steady"] / GIB, "GiB"),
-            Claim("memory, peak while a checkpoint is written", one["saving"] / GIB, "GiB"),
-            Claim("memory, peak", one["peak"] / GIB, "GiB"),
-            Claim(
-                "memory that `join` announces",
-                announced / GIB,
-                "GiB",
-                "within a tenth of the peak",
-                abs(announced - one["peak"]) <= one["peak"] / 10,
-            ),
-            Claim("disk that `join` announces", disk / GIB, "GiB"),
-            *(Claim(f"checkpoint, {name}", size / MB, "MB") for name, size in files.items()),
-            Claim("checkpoint, in total", sum(files.values()) / MB, "MB"),
+            *costs(one),
+            *(Claim(f"checkpoint, {name}", size / MB, "MB") for name, size in one["files"].items()),
             Claim("training waits for a checkpoint", one["wait_s"], "s"),
             Claim("warnings at the start", len(one["warned"]), "", "0", not one["warned"]),
             Claim("inner step", one["step_s"], "s"),
         ]
+    if "muon" in found:
+        claims += costs(found["muon"], " (Muon)")
     if "bare" in found:
         one = found["bare"]
         claims += [
@@ -266,7 +281,12 @@ def claims_of(found: dict[str, Figures]) -> list[Claim]:
     return claims
 
 
-PARTS: dict[str, Callable[[Path], Figures]] = {"start": start, "bare": bare, "newcomer": newcomer}
+PARTS: dict[str, Callable[[Path], Figures]] = {
+    "start": start,
+    "muon": partial(start, optimizer="muon"),
+    "bare": bare,
+    "newcomer": newcomer,
+}
 
 
 def main() -> None:

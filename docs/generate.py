@@ -21,7 +21,9 @@ from noloco_p2p.presets import PRESETS, is_section, render, sections
 from noloco_p2p.settings import Flag, PeerSettings
 from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.telemetry import prometheus
+from noloco_p2p.telemetry.console import duration, mib
 from noloco_p2p.telemetry.metrics import METRICS
+from noloco_p2p.trainer.needs import Counts, estimate
 
 
 def table(rows: list[tuple[str, ...]]) -> list[str]:
@@ -30,15 +32,17 @@ def table(rows: list[tuple[str, ...]]) -> list[str]:
 
 
 def reference_page() -> list[str]:
-    return [HEAD, *spec(), *settings(), *metrics(), *api()]
+    return [HEAD, *spec(), *settings(), *costs(), *metrics(), *api()]
 
 
 HEAD = """# Reference
 
-`docs/generate.py` writes this page from `spec.py`, `settings.py` and `telemetry/`. Change those files, not this page.
+`docs/generate.py` writes this page from `spec.py`, `settings.py`, `trainer/needs.py` and `telemetry/`. Change those
+files, not this page.
 
 * [The run spec](#the-run-spec): what all peers of a run share
 * [The settings of one machine](#the-settings-of-one-machine)
+* [What a run costs a machine](#what-a-run-costs-a-machine)
 * [Metrics](#metrics)
 * [The Python API](#the-python-api)
 """
@@ -55,6 +59,27 @@ them. A flag takes precedence over an environment variable, which takes preceden
 `~/.config/noloco/settings.toml`. The variable of `--max-upload` is `NOLOCO_MAX_UPLOAD`, and its key in the file
 `max_upload`; only those of `--model` and `--tracker` differ: `models` and `trackers`.
 """
+COSTS_HEAD = """## What a run costs a machine
+
+`noloco init`, `noloco doctor` and `noloco join` print these costs for a run. The table shows them for Llamas with
+32,000 tokens and the default settings, without activations. A peer on a CPU needs the sum of both kinds of memory. A
+peer on a GPU also keeps a copy of a checkpoint in main memory while it writes the checkpoint; if that would take more
+than half of the free memory, training waits for the disk instead. The disk holds up to three checkpoints. At 100
+Mbit/s, swaps send and receive up to 45 GB per hour each way.
+
+Weights, gradients and moments are in fp32. With `--precision bf16`, the passes use copies of 2 bytes per parameter,
+which count as activations. A script whose parameters are in bf16 needs half as much memory for them, their gradients
+and their moments. With `outer.alpha` above 0, there are 8 bytes more per parameter in main memory and in a checkpoint.
+"""
+COSTS = ("model", "optimizer", "bytes per parameter", "memory of the model", "other main memory", "checkpoint")
+COSTS += ("written per day", "state of a newcomer", "fetched at 100 Mbit/s in")
+SIZE_FIELDS = [f"model.{name}" for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "mlp_size")]
+SIZE_FIELDS += ["model.tied_embeddings"]
+SIZES = {
+    "138M": (32_000, 768, 12, 12, 3072, True),  # the model of benchmarks/size.py
+    "1.3B": (32_000, 2048, 24, 16, 5504, False),
+    "6.7B": (32_000, 4096, 32, 32, 11_008, False),
+}
 AGGREGATE = re.compile(r"(?:\([^)]*\)|[^:(])*")  # what stands before the meaning of the metric itself
 METRICS_HEAD = """## Metrics
 
@@ -103,6 +128,20 @@ def settings() -> list[str]:
         flag = Flag.of(name, field)
         rows.append((f"`{flag.name}`", flag.default or "", field.description or ""))
     return [SETTINGS_HEAD, *table([("flag", "default", "meaning"), *rows])]
+
+
+def costs() -> list[str]:
+    rows: list[tuple[str, ...]] = [COSTS]
+    for name, sizes in SIZES.items():
+        for optimizer, offloads in (("adamw", False), ("muon", False), ("adamw", True)):
+            changes = dict(zip(SIZE_FIELDS, sizes, strict=True)) | {"train.inner_optimizer": optimizer}
+            spec = PRESETS["tiny"].with_changes(changes)
+            found = estimate(spec, Counts.of_sizes(spec.model), PeerSettings(offload_optimizer=offloads), has_gpu=True)
+            amounts = (found.model_bytes, found.host_bytes, found.checkpoint_bytes)
+            flag, per_parameter = " `--offload-optimizer`" * offloads, found.model_bytes / found.num_parameters
+            texts = (mib(each) for each in (*amounts, found.written_bytes_per_day, found.state_bytes))
+            rows.append((name, optimizer + flag, f"{per_parameter:.3g}", *texts, duration(found.fetch_s)))
+    return [COSTS_HEAD, *table(rows)]
 
 
 def metrics() -> list[str]:

@@ -162,11 +162,15 @@ class ModelSpec(Section):
         """
         if self.pretrained:
             return 0
+        norms = (2 * self.num_layers + 1) * self.hidden_size
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
+        return self.num_matrix_parameters() + norms + embeddings
+
+    def num_matrix_parameters(self) -> int:
+        """Return how many of these parameters belong to the matrices of the blocks, which Muon can train."""
         kv_size = self.hidden_size // self.num_heads * (self.num_kv_heads or self.num_heads)
         attention = 2 * self.hidden_size * self.hidden_size + 2 * self.hidden_size * kv_size
-        block = attention + 3 * self.hidden_size * self.mlp_size + 2 * self.hidden_size
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
-        return self.num_layers * block + embeddings + self.hidden_size
+        return self.num_layers * (attention + 3 * self.hidden_size * self.mlp_size)
 
 
 class SourceSpec(Section):

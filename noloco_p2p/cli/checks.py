@@ -117,17 +117,13 @@ def check(
 
     spec = TrainerSpec.load(file)
     from noloco_p2p.data.check import check_data
+    from noloco_p2p.data.stream import Corpus
     from noloco_p2p.trainer.model import build_tokenizer
 
     logging.getLogger("noloco_p2p.data.documents").setLevel(logging.ERROR)  # the report lists the faults
-    report = check_data(
-        spec.data,
-        tokenizer=build_tokenizer(spec.data, folders=settings.models),
-        bindings=settings.data,
-        num_sequences=spec.evaluate.num_sequences,
-        full=full,
-        progress=None if as_json else Progress(print),
-    )
+    tokenizer, progress = build_tokenizer(spec.data, folders=settings.models), Progress(None if as_json else print)
+    corpus = Corpus(spec.data, tokenizer, settings.data, progress)
+    report = check_data(corpus, num_sequences=spec.evaluate.num_sequences, full=full)
     if as_json:
         print_json(asdict(report))
     else:

@@ -125,7 +125,7 @@ def _train(
         needs = trainer.needs()
         for line in needs.lines():
             _say(line)
-        for warning in needs.warnings():
+        for warning in needs.warnings(settings):
             log.warning(warning)
         peer.wait_for_router()
         _say("others join with:")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from noloco_p2p.cli import entry
-from noloco_p2p.cli.options import parse_duration, takes_settings
+from noloco_p2p.cli.options import Changes, parse_changes, parse_duration, takes_settings
 from noloco_p2p.control import answering, ask, hold
 from noloco_p2p.errors import SettingsError
 from noloco_p2p.settings import PeerSettings
@@ -41,28 +41,38 @@ def init(
     pretrained: str | None = typer.Option(
         None, metavar="NAME", help="The pretrained model and tokenizer to start from.", show_default=False
     ),
+    changes: Changes = None,
     *,
     settings: PeerSettings,
     force: bool = typer.Option(False, "--force", help="Overwrite an existing file."),
 ) -> None:
-    """Write a commented run spec."""
+    """Write a commented run spec, and print what it costs a peer."""
     from noloco_p2p.presets import PRESETS, describe_size, render
 
     if preset not in PRESETS:
         raise SettingsError(f"--preset {preset}: no such preset; choose one of {', '.join(PRESETS)}")
     if file.exists() and not force:
         raise SettingsError(f"{file} already exists; choose another name, or overwrite it with --force")
-    spec, needs, how = PRESETS[preset], list[str](), f"{file}"
+    spec, how = PRESETS[preset], f"{file}"
     if name:
         spec = spec.with_changes({"name": name}, origin="--name")
     if pretrained:
-        changes = {"model.pretrained": pretrained, "data.tokenizer": pretrained}
-        spec = spec.with_changes(changes, origin="--pretrained")
+        named = {"model.pretrained": pretrained, "data.tokenizer": pretrained}
+        spec = spec.with_changes(named, origin="--pretrained")
+    spec = spec.with_changes(parse_changes(changes), origin="--set")
     if stages > 1:
         from noloco_p2p.trainer.stage_choice import StageNeeds  # imports torch, which takes seconds
 
         found = StageNeeds.of(spec, stages, folders=settings.models)
         spec, needs = found.spec, found.lines()
+    elif spec.model.pretrained or spec.model.lora.rank:
+        needs = [f"to see what it costs a peer, run: noloco doctor {file}"]  # which reads the model's config
+    else:
+        from noloco_p2p.trainer.needs import Counts, estimate
+
+        has_gpu = settings.device not in ("cpu", "mps")  # perhaps; to find out, torch would have to be loaded
+        found = estimate(spec, Counts.of_sizes(spec.model), settings, has_gpu=has_gpu, num_ranks=settings.gpus)
+        needs = found.lines()[1:]
     key_file = file.with_suffix(".key")
     if private:
         from noloco_p2p.identity import Identity
@@ -73,7 +83,7 @@ def init(
         file.write_text(render(spec), encoding="utf-8")
     except OSError as error:
         raise SettingsError(f"{file} cannot be written: {error}") from None
-    if needs:
+    if stages > 1:
         how += " --stage 0"
     print(f"wrote {file}: {describe_size(spec)}; start the run with: noloco join {how}")
     for line in needs:

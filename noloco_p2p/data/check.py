@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import TYPE_CHECKING
 
 from noloco_p2p.data.documents import Document, Fault, Faults, Unavailable
 from noloco_p2p.data.reader import Source
 from noloco_p2p.data.sources import open_source
-from noloco_p2p.data.stream import TokenStream, validation_batches
-from noloco_p2p.spec import DataSpec, SourceSpec
+from noloco_p2p.data.stream import Corpus, TokenStream, validation_batches
+from noloco_p2p.spec import SourceSpec
 from noloco_p2p.telemetry.progress import Progress
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 ROWS_OF_A_FILE = 200  # rows read from each file, unless all of them are requested
 HUB_SHARDS = 3  # shards read from a hub data set, because each one is downloaded
@@ -46,36 +41,26 @@ class DataReport:
     faults: list[Fault] = field(default_factory=list)  # the first ones
 
 
-def check_data(
-    data: DataSpec,
-    *,
-    tokenizer: PreTrainedTokenizerBase,
-    bindings: Mapping[str, str],
-    num_sequences: int,
-    full: bool = False,
-    progress: Progress | None = None,
-) -> DataReport:
+def check_data(corpus: Corpus, *, num_sequences: int, full: bool = False) -> DataReport:
     """Read the start of every file, pack some batches as a peer would, and read the held-out sequences.
 
     If `full` is true, all rows of all files are read. Otherwise, only a few shards of a hub data set are read. Raises
     DataError if the run could not train on this machine at all.
     """
-    report, progress = DataReport(), progress or Progress()
+    report = DataReport()
     faults = Faults(lambda fault: report.faults.extend([fault] if len(report.faults) < KEPT_FAULTS else []))
-    for part, _ in data.parts():
-        report.sources.append(_look(part, open_source(part, bindings), faults, full=full, progress=progress))
-    stream = TokenStream(
-        data, tokenizer=tokenizer, bindings=bindings, peer_id="check", batch_size=1, progress=progress, faults=faults
-    )
+    corpus = replace(corpus, faults=faults)
+    for part, _ in corpus.data.parts():
+        source = open_source(part, corpus.bindings)
+        report.sources.append(_look(part, source, faults, full=full, progress=corpus.progress))
+    stream = TokenStream(corpus, peer_id="check", batch_size=1)
     began_s = time.monotonic()
     while report.num_tokens < READ_TOKENS and stream.epoch == 0 and time.monotonic() - began_s < READ_S:
         batch = next(stream)
         report.num_tokens += batch.numel()
-        report.samples.extend(str(tokenizer.decode(row)) for row in batch[: SAMPLES - len(report.samples)])
+        report.samples.extend(str(corpus.tokenizer.decode(row)) for row in batch[: SAMPLES - len(report.samples)])
     report.tokens_per_s = report.num_tokens / (time.monotonic() - began_s)
-    held_out = validation_batches(
-        data, tokenizer=tokenizer, bindings=bindings, num_sequences=num_sequences, batch_size=8, faults=faults
-    )
+    held_out = validation_batches(corpus, num_sequences=num_sequences, batch_size=8)
     report.num_held_out, report.num_faults = sum(map(len, held_out)), faults.count
     return report
 

@@ -19,7 +19,7 @@ import logging
 import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -45,6 +45,17 @@ MAX_CHARS = 1 << 16
 VALIDATION_POOL = 16  # sequences read for each evaluated one, so that they do not all come from one document
 STATE_VERSION = 4
 BYTE_OFFSET = 3  # ByT5: 0 pad, 1 end of text, 2 unknown, then the 256 bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """The data of a run on this machine, which `bindings` names, its tokenizer, and where faults in it are reported."""
+
+    data: DataSpec
+    tokenizer: PreTrainedTokenizerBase
+    bindings: Mapping[str, str]
+    progress: Progress = field(default_factory=Progress)
+    faults: Faults = field(default_factory=Faults)
 
 
 @dataclass(slots=True)
@@ -89,29 +100,26 @@ class TokenStream:
 
     def __init__(
         self,
-        data: DataSpec,
+        corpus: Corpus,
         *,
-        tokenizer: PreTrainedTokenizerBase,
-        bindings: Mapping[str, str],
         peer_id: str,
         batch_size: int,
-        progress: Progress | None = None,
-        faults: Faults | None = None,
         stop: threading.Event | None = None,
         block_tokens: int = BLOCK_TOKENS,
     ) -> None:
+        data = corpus.data
         self.batch_size = batch_size
         self.sequence_length = data.sequence_length
         self.block_tokens = block_tokens
-        self.faults = faults or Faults()
+        self.faults = corpus.faults
         self.stop = stop or threading.Event()
-        self._progress = progress or Progress()
+        self._progress = corpus.progress
         self._peer_id = peer_id
-        self._encode = make_encoder(data, tokenizer, self.faults)
+        self._encode = make_encoder(data, corpus.tokenizer, self.faults)
         self._feeds: list[Feed] = []
         for index, (part, share) in enumerate(data.parts()):
             reader = Reader(
-                open_source(part, bindings),
+                open_source(part, corpus.bindings),
                 order=f"{peer_id}/{index}" if data.mix else peer_id,
                 holdout=0.0 if has_own_validation(part) else data.holdout,
                 faults=self.faults,
@@ -225,32 +233,23 @@ class TokenStream:
         return arrays, is_end
 
 
-def validation_batches(
-    data: DataSpec,
-    *,
-    tokenizer: PreTrainedTokenizerBase,
-    bindings: Mapping[str, str],
-    num_sequences: int,
-    batch_size: int,
-    progress: Progress | None = None,
-    faults: Faults | None = None,
-) -> list[Tensor]:
+def validation_batches(corpus: Corpus, *, num_sequences: int, batch_size: int) -> list[Tensor]:
     """Return batches of held-out sequences, each of shape (batch_size or fewer, sequence_length).
 
     Peers with the same data get the same sequences. They are spread evenly over a pool that is 16 times as large, in
     the plain order of the source. Each source of a mixture contributes its share. If there are fewer than
     `num_sequences`, all of them are returned, with a warning. Raises DataError if there are none.
     """
-    faults = faults or Faults()
-    encode = make_encoder(data, tokenizer, faults)
+    data, faults = corpus.data, corpus.faults
+    encode = make_encoder(data, corpus.tokenizer, faults)
     chosen: list[np.ndarray] = []
     share_so_far, num_asked = 0.0, 0
-    with (progress or Progress()).task("reading held-out data", unit="tokens") as report:
+    with corpus.progress.task("reading held-out data", unit="tokens") as report:
         for part, share in data.parts():
             share_so_far += share  # the rounding error goes to the next source
             wanted = max(1, round(share_so_far * num_sequences) - num_asked)
             num_asked += wanted
-            source, all_held_out = open_validation(part, bindings)
+            source, all_held_out = open_validation(part, corpus.bindings)
             wanted_tokens = VALIDATION_POOL * wanted * data.sequence_length
             arrays, num_tokens = [np.zeros(0, np.int32)], 0
             for document in Reader(source, faults=faults).epoch():

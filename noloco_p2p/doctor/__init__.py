@@ -29,8 +29,9 @@ class Check:
         return cls(name, "failed" if fails else "warning" if warns else "ok", found, fix if fails or warns else "")
 
     def lines(self) -> list[str]:
-        lines = [f"{MARKS[self.level]}  {self.name:12}  {self.found}"]
-        return [*lines, f"{'':9}{'':14}-> {self.fix}"] if self.fix else lines
+        found, *more = self.found.split("\n")
+        lines = [f"{MARKS[self.level]}  {self.name:12}  {found}", *(f"{'':23}{line}" for line in more)]
+        return [*lines, f"{'':23}-> {self.fix}"] if self.fix else lines
 
 
 def versions() -> Check:

@@ -12,6 +12,7 @@ from typing import Any
 
 from noloco_p2p._version import __version__
 from noloco_p2p.control import ask
+from noloco_p2p.devices import has_own_memory
 from noloco_p2p.doctor import Check
 from noloco_p2p.errors import DirectoryError, NolocoError, PeerError
 from noloco_p2p.gossip.frames import Hello, StateChunk, StateManifest, WantChunks, WantManifest
@@ -26,9 +27,10 @@ from noloco_p2p.swarm.dial_back import DialBack
 from noloco_p2p.swarm.directory import LOOK_TIMEOUT_S, SwarmDirectory, find_somebody, reader
 from noloco_p2p.telemetry.console import count, counted, mib, named
 from noloco_p2p.ticket import Ticket
+from noloco_p2p.trainer.compute import choose_device
 from noloco_p2p.trainer.cut import link_tokens_per_s
 from noloco_p2p.trainer.model import count_parameters
-from noloco_p2p.trainer.needs import estimate, memory_limit
+from noloco_p2p.trainer.needs import USUAL_BYTES_PER_S, Counts, estimate, memory_limit
 from noloco_p2p.trainer.stage_choice import StageNeeds
 from noloco_p2p.transfer.fetch import MESSAGE_TIMEOUT_S, fetch_spec
 from noloco_p2p.transfer.fetch import ask as ask_peer
@@ -38,7 +40,6 @@ ASKED_PEERS = 3
 DOWNLOAD_CHUNKS = 16
 DOWNLOAD_S = 10.0
 SLOW_LINK_BYTES_PER_S = 1e6
-USUAL_BYTES_PER_S = 12.5e6  # assumed for a link of unknown speed: 100 Mbit/s
 
 
 async def examine(ticket: Ticket, settings: PeerSettings) -> AsyncIterator[Check]:
@@ -76,11 +77,11 @@ async def examine(ticket: Ticket, settings: PeerSettings) -> AsyncIterator[Check
         except NolocoError as error:
             yield Check("the model", "skipped", f"no peer sent the spec: {error}")
             return
-        if isinstance(spec, TrainerSpec) and spec.pipeline.stages > 1:
-            for check in stages(spec, settings, download_bytes_per_s=bytes_per_s):
+        if isinstance(spec, TrainerSpec):
+            for check in model(spec, settings, download_bytes_per_s=bytes_per_s):
                 yield check
         else:
-            yield needs(spec, manifest.num_elements, settings)
+            yield needs(spec, Counts(manifest.num_elements), settings, link_bytes_per_s=bytes_per_s)
 
 
 def _versions(directory: SwarmDirectory) -> Check:
@@ -179,22 +180,26 @@ async def _download(peers: Sequence[Candidate], transport: GrpcTransport) -> tup
     return None, 0.0, Check("bandwidth", "skipped", why)
 
 
-def model(spec: TrainerSpec, settings: PeerSettings) -> list[Check]:
-    """Check whether this machine meets the needs of a run, using only the run's spec. Raises ModelError."""
+def model(spec: TrainerSpec, settings: PeerSettings, *, download_bytes_per_s: float | None = None) -> list[Check]:
+    """Check whether this machine meets the needs of a run, using only the run's spec."""
     if spec.pipeline.stages > 1:
-        return stages(spec, settings)
-    num_parameters, _ = count_parameters(spec.model, sequence_length=spec.data.sequence_length, folders=settings.models)
-    return [needs(spec, num_parameters, settings)]
+        return stages(spec, settings, download_bytes_per_s=download_bytes_per_s)
+    try:
+        counts = count_parameters(spec.model, sequence_length=spec.data.sequence_length, folders=settings.models)
+    except NolocoError as error:
+        return [Check("the model", "failed", str(error), "pass the folder of the model with --model NAME=FOLDER")]
+    return [needs(spec, counts, settings, link_bytes_per_s=download_bytes_per_s)]
 
 
-def needs(spec: Spec, num_parameters: int, settings: PeerSettings) -> Check:
+def needs(spec: Spec, counts: Counts, settings: PeerSettings, *, link_bytes_per_s: float | None = None) -> Check:
     """Compare the memory and disk space that the run's model needs (without activations) with what is free."""
-    folder = next(parent for parent in (settings.state_dir, *settings.state_dir.parents) if parent.exists())
-    found = estimate(spec, num_parameters=num_parameters, folder=folder, settings=settings)
-    text = f"{count(num_parameters)} parameters: {found.summary()}"
-    warnings = found.warnings()
+    has_gpu = has_own_memory(choose_device(settings.device))
+    found = estimate(
+        spec, counts, settings, has_gpu=has_gpu, num_ranks=settings.gpus, link_bytes_per_s=link_bytes_per_s
+    )
+    warnings = found.warnings(settings)
     fix = "join a smaller run, or use a larger machine"
-    return Check.of("the model", "; ".join([text, *warnings]), fix, fails=bool(warnings))
+    return Check.of("the model", "\n".join([*found.lines(), *warnings]), fix, fails=bool(warnings))
 
 
 def stages(spec: TrainerSpec, settings: PeerSettings, *, download_bytes_per_s: float | None = None) -> list[Check]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from noloco_p2p.data.stream import TokenStream, validation_batches
+from noloco_p2p.data.stream import Corpus, TokenStream, validation_batches
 from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.trainer.evaluate import evaluate_loss
@@ -38,9 +38,7 @@ class Material:
             spec = spec.with_changes({"model.seed": spec.model.seed + seed}, origin="--seed")
         tokenizer = build_tokenizer(spec.data)
         validation = validation_batches(
-            spec.data,
-            tokenizer=tokenizer,
-            bindings=bindings,
+            Corpus(spec.data, tokenizer, bindings),
             num_sequences=spec.evaluate.num_sequences,
             batch_size=spec.train.batch_size,
         )
@@ -58,13 +56,9 @@ class Material:
         `{replica}` in a binding is replaced by the number of the replica, so that each replica can read different
         files. If `batch_size` is None, it is `train.batch_size`. The sequences and their order do not depend on it.
         """
-        return TokenStream(
-            self.spec.data,
-            tokenizer=self.tokenizer,
-            bindings={name: files.replace("{replica}", str(replica)) for name, files in self.bindings.items()},
-            peer_id=peer_id,
-            batch_size=batch_size or self.spec.train.batch_size,
-        )
+        bindings = {name: files.replace("{replica}", str(replica)) for name, files in self.bindings.items()}
+        corpus = Corpus(self.spec.data, self.tokenizer, bindings)
+        return TokenStream(corpus, peer_id=peer_id, batch_size=batch_size or self.spec.train.batch_size)
 
     def loss(self, model: PreTrainedModel) -> float:
         """Return the validation loss of a model."""

@@ -21,7 +21,6 @@ from noloco_p2p.settings import DEVICE, DEVICES, PeerSettings
 from noloco_p2p.spec import TrainerSpec
 
 USED_SHARE = 0.8  # share of the free memory that is used, because allocators lose some to fragmentation
-MOMENT_BYTES = 8  # per trainable parameter; the optimizer allocates them at its first step
 # The peak of a forward and backward pass, relative to the memory that is kept between the two. It is used on devices
 # that do not report the peak.
 TEMPORARY = 1.5
@@ -193,18 +192,14 @@ def _cut(num: int, num_parts: int, part: int) -> int:
     return num * part // num_parts
 
 
-def free_bytes(device: torch.device, *, num_parameters: int, has_moments: bool) -> int:
-    """Return the bytes on `device` that remain free for activations once the optimizer has allocated its moments.
-
-    `has_moments` says whether the moments are on that device.
-    """
-    moments = MOMENT_BYTES * num_parameters if has_moments else 0
+def free_bytes(device: torch.device, *, moment_bytes: int) -> int:
+    """Return the bytes on `device` that remain free for activations once the optimizer has allocated its moments."""
     if device.type == "cpu":
-        return max(0, free_memory() - moments)
+        return max(0, free_memory() - moment_bytes)
     free, _ = free_and_total_bytes(device)
     if not has_own_memory(device):
         free = min(free, free_memory())
-    return max(0, free - moments)
+    return max(0, free - moment_bytes)
 
 
 def sequence_bytes(backward: Callable[[Tensor], object], sequence: Tensor, device: torch.device) -> int:

@@ -21,6 +21,7 @@ from noloco_p2p.outer.optimizer_state import flatten_optimizers, restore_optimiz
 from noloco_p2p.spec import TrainSpec
 from noloco_p2p.telemetry.progress import Progress
 from noloco_p2p.trainer.compute import (
+    TEMPORARY,
     Compute,
     fitting,
     flops_per_token,
@@ -31,6 +32,7 @@ from noloco_p2p.trainer.compute import (
 )
 from noloco_p2p.trainer.evaluate import evaluate_loss
 from noloco_p2p.trainer.model import causal_lm_loss, hidden_matrices
+from noloco_p2p.trainer.needs import FP32_BYTES, moment_bytes
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +70,7 @@ class InnerStep:
         self.device = next(iter(self.trainable.values())).device
         self.gradient_norm: Tensor | None = None  # of the last step, before clipping; it stays on the device
         self.micro_batch = self.compute.micro_batch
-        self.activation_bytes: int | None = None  # of a pass on this device, if `fit` has measured a sequence
+        self.activation_bytes: int | None = None  # of a pass, beside gradients, if `fit` has measured a sequence
         self.weights_lock: AbstractContextManager[object] = nullcontext()
         self._is_bf16 = self.compute.is_bf16(self.device)
         self._is_offloaded = self.compute.offload_optimizer and has_own_memory(self.device)
@@ -126,13 +128,24 @@ class InnerStep:
         one. Gradients are dropped. Call this before the first step.
         """
         if not self.compute.micro_batch and self._largest(batch) > 1:
-            needed = sequence_bytes(self._backward_alone, batch[:1], self.device)
-            num_parameters = sum(local(param).numel() for param in self.trainable.values())
-            free = free_bytes(self.device, num_parameters=num_parameters, has_moments=not self._is_offloaded)
-            self.micro_batch = self._agree(fitting(free, needed, largest=self._largest(batch)))
-            self.activation_bytes = needed * self.micro_batch
+            casts, largest = self._cast_bytes(), self._largest(batch)
+            one = max(1, sequence_bytes(self._backward_alone, batch[:1], self.device) - casts)
+            kept = [sum(local(each).numel() for each in all_) for all_ in (self.trainable.values(), self.muon_matrices)]
+            free = free_bytes(self.device, moment_bytes=0 if self._is_offloaded else moment_bytes(*kept))
+            self.micro_batch = self._agree(fitting(free - casts, one, largest=largest))
+            used = casts + one * self.micro_batch
+            # During a step's only pass, gradients take the place of activations.
+            self.activation_bytes = max(0, used - FP32_BYTES * kept[0]) if self.micro_batch == largest else used
             self._forget()
         return min(self.micro_batch or self._largest(batch), self._largest(batch))
+
+    def _cast_bytes(self) -> int:
+        """Return the bytes of the copies in bf16 that a pass keeps of the weights, for any number of sequences."""
+        if not self._is_bf16 or self.compute.num_ranks > 1:  # FSDP frees them after each block
+            return 0
+        weights = {id(each.weight): each.weight for each in self.model.modules() if isinstance(each, nn.Linear)}
+        num_elements = sum(weight.numel() for weight in weights.values() if weight.dtype is torch.float32)
+        return int(2 * num_elements * (1.0 if has_own_memory(self.device) else TEMPORARY))
 
     def gradients(self) -> Sequence[Tensor]:
         """Return the gradients that `backward` has accumulated, in the order of `trainable`."""

@@ -10,8 +10,8 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import asdict
-from functools import partial
+from dataclasses import asdict, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +22,8 @@ from torch import Tensor
 
 from noloco_p2p.data.documents import Fault, Faults
 from noloco_p2p.data.prefetch import Prefetcher
-from noloco_p2p.data.stream import TokenStream, validation_batches
-from noloco_p2p.devices import describe, empty_cache, peak_bytes
+from noloco_p2p.data.stream import Corpus, TokenStream, validation_batches
+from noloco_p2p.devices import describe, empty_cache, has_own_memory, peak_bytes
 from noloco_p2p.errors import CheckpointError, DataError, ModelError, RankError
 from noloco_p2p.outer.checkpoint import Checkpoints
 from noloco_p2p.outer.flat import FlatParameters
@@ -72,7 +72,6 @@ class TrainerBase:
         self.spec = spec
         self.say = say
         self.batches: Prefetcher | None = None
-        self.validation: list[Tensor] = []
         self.line_begins = ""  # the prefix of the lines for the user
         self._waited_s = 0.0  # for data, before the last report
         self.events = EventLog(peer.run_folder / "events.jsonl")
@@ -117,46 +116,15 @@ class TrainerBase:
             self.peer.restore_metrics(checkpoint.meta["metrics"])
             self.say(f"resumed from step {self.peer.metrics.step} ({checkpoint.path})")
 
-    def _needs(self, *, frozen_bytes: int = 0) -> Needs:
-        """Estimate the memory, disk space and traffic that this run needs on this machine."""
-        step = self.inner_step
-        step.forget()
-        return estimate(
-            self.spec,
-            num_parameters=sum(param.numel() for param in step.trainable.values()),
-            num_matrix_parameters=sum(param.numel() for param in step.muon_matrices),
-            frozen_bytes=frozen_bytes,
-            activation_bytes=step.activation_bytes,
-            folder=self.peer.settings.state_dir,
-            settings=self.peer.settings,
-            compute=step.compute,
-            device=self.device,
-        )
-
     # data
 
-    def _open_data(self, tokenizer: PreTrainedTokenizerBase, *, batch_size: int) -> None:
-        """Open this peer's batches and the held-out batches. Raises DataError if the data cannot be read."""
-        spec, settings, faults = self.spec, self.peer.settings, Faults(self._data_fault)
-        stream = TokenStream(
-            spec.data,
-            tokenizer=tokenizer,
-            bindings=settings.data,
-            peer_id=self.peer.peer_id,
-            batch_size=batch_size,
-            progress=self.peer.progress,
-            faults=faults,
-        )
-        self.validation = validation_batches(
-            spec.data,
-            tokenizer=tokenizer,
-            bindings=settings.data,
-            num_sequences=spec.evaluate.num_sequences,
-            batch_size=batch_size,
-            progress=self.peer.progress,
-            faults=faults,
-        )
+    def _open_data(self, tokenizer: PreTrainedTokenizerBase, *, batch_size: int) -> Corpus:
+        """Open this peer's batches. Raises DataError if the data cannot be opened."""
+        bindings, faults = self.peer.settings.data, Faults(self._data_fault)
+        corpus = Corpus(self.spec.data, tokenizer, bindings, self.peer.progress, faults)
+        stream = TokenStream(corpus, peer_id=self.peer.peer_id, batch_size=batch_size)
         self.batches = Prefetcher(stream, pin_memory=self.device.type == "cuda")
+        return corpus
 
     def _data_fault(self, fault: Fault) -> None:
         """Count a fault and write it to the event log. This is called on the thread that reads the data."""
@@ -315,18 +283,12 @@ class Trainer(TrainerBase):
         self.device = ranks.device if ranks else choose_device(settings.device)
         compute = Compute.of(settings, num_ranks=ranks.size if ranks else 1)
         size = {"sequence_length": spec.data.sequence_length, "folders": settings.models}
-        num_parameters, self._frozen_bytes = count_parameters(spec.model, **size)
-        check_memory(
-            spec,
-            settings,
-            num_parameters=num_parameters,
-            frozen_bytes=self._frozen_bytes,
-            compute=compute,
-            device=self.device,
-        )
+        counts, has_gpu = count_parameters(spec.model, **size), has_own_memory(self.device)
+        self._needs = estimate(spec, counts, settings, has_gpu=has_gpu, num_ranks=compute.num_ranks)
+        check_memory(self._needs, spec, settings, self.device)
         super().__init__(peer, spec, say=say)
         folder, arriving = peer.run_folder / "checkpoints", ExitStack()
-        if Checkpoints(folder).is_empty and not (spec.model.pretrained or self._frozen_bytes):
+        if Checkpoints(folder).is_empty and not (spec.model.pretrained or counts.frozen_bytes):
             layout = FlatParameters(build_outline(spec.model, **size)).model_layout
             arriving.enter_context(peer.membership.fetching(layout, peer.run_folder / FETCHED_FILE))
         with arriving:
@@ -343,7 +305,7 @@ class Trainer(TrainerBase):
         """Open the data, and build the model and its inner step. Return the parameters."""
         spec, settings = self.spec, self.peer.settings
         tokenizer = build_tokenizer(spec.data, folders=settings.models)
-        self._open_data(tokenizer, batch_size=spec.train.batch_size)
+        self._corpus = self._open_data(tokenizer, batch_size=spec.train.batch_size)
         with self.peer.progress.task("building the model"):
             self.model = build_model(spec.model, sequence_length=spec.data.sequence_length, folders=settings.models)
         check_vocabulary(self.model, tokenizer)
@@ -359,6 +321,12 @@ class Trainer(TrainerBase):
         self.inner_step = InnerStep(self.model, spec.train, compute)
         return FlatParameters(self.model)
 
+    @cached_property
+    def validation(self) -> list[Tensor]:
+        """The held-out batches. The first evaluation reads them, so training need not wait for it."""
+        evaluate, batch_size = self.spec.evaluate, self.spec.train.batch_size
+        return validation_batches(self._corpus, num_sequences=evaluate.num_sequences, batch_size=batch_size)
+
     def _fit(self) -> None:
         """Determine how many sequences of a batch fit into memory at a time.
 
@@ -366,20 +334,20 @@ class Trainer(TrainerBase):
         compiles, so that the first step takes no longer than the others.
         """
         self.model.train()
-        batch_size, batch = self.spec.train.batch_size, self.validation[0]
-        whole = batch.repeat(-(-batch_size // len(batch)), 1)[:batch_size]
-        at_once = self.inner_step.fit(whole)
-        per_gpu = -(-batch_size // self.inner_step.compute.num_ranks)
+        step, batch_size = self.inner_step, self.spec.train.batch_size
+        whole = torch.zeros(batch_size, self.spec.data.sequence_length, dtype=torch.long)
+        at_once = step.fit(whole)
+        per_gpu = -(-batch_size // step.compute.num_ranks)
         if at_once < per_gpu:
             self.say(f"a step processes {per_gpu} sequences per GPU in micro-batches of {at_once}")
         if self.batches and self.peer.membership.is_fetching:
             self.batches.begin()
-            self.inner_step.backward(whole)
-            self.inner_step.forget()
+            step.backward(whole)
+            step.forget()
 
     def needs(self) -> Needs:
         """Estimate the memory, disk space and traffic that this run needs on this machine."""
-        return self._needs(frozen_bytes=self._frozen_bytes)
+        return replace(self._needs, activation_bytes=self.inner_step.activation_bytes)
 
     def train(self) -> Path | None:
         """Train until the schedule is complete, `max_steps` steps are taken, or the peer is asked to leave.

@@ -25,6 +25,7 @@ from noloco_p2p.errors import ModelError
 from noloco_p2p.spec import DataSpec, ModelSpec
 from noloco_p2p.trainer.lora import add_adapters, base_dtype
 from noloco_p2p.trainer.model_source import CONFIG, TOKENIZER, WEIGHTS, ModelSource, find_source
+from noloco_p2p.trainer.needs import Counts
 from noloco_p2p.trainer.weights import draw, load
 
 ATTENTION = "sdpa"
@@ -137,13 +138,13 @@ def build_outline(
         )
 
 
-def count_parameters(
-    spec: ModelSpec, *, sequence_length: int, folders: Mapping[str, str] | None = None
-) -> tuple[int, int]:
-    """Count the trainable parameters and the bytes of the frozen ones in the outline of a model."""
+def count_parameters(spec: ModelSpec, *, sequence_length: int, folders: Mapping[str, str] | None = None) -> Counts:
+    """Count the parameters in the outline of a model."""
     model = build_outline(spec, sequence_length=sequence_length, folders=folders)
-    trainable = sum(param.numel() for param in model.parameters() if param.requires_grad)
-    return trainable, sum(param.nbytes for param in model.parameters() if not param.requires_grad)
+    trainable = {id(param): param.numel() for param in model.parameters() if param.requires_grad}
+    in_matrices = sum(trainable.get(id(matrix), 0) for matrix in hidden_matrices(model))
+    frozen_bytes = sum(param.nbytes for param in model.parameters() if not param.requires_grad)
+    return Counts(sum(trainable.values()), in_matrices, frozen_bytes)
 
 
 def _source(spec: ModelSpec, folders: Mapping[str, str] | None) -> ModelSource:

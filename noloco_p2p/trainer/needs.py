@@ -1,141 +1,176 @@
-"""Estimate how much memory, disk space and traffic a run needs on a machine before it trains.
+"""Tell what a run costs a machine: memory, disk space, traffic, and the time to fetch a state.
 
-A run that can never fit on the machine is refused before its model is built.
+`noloco init`, `noloco doctor` and `noloco join` print the same costs, which docs/generate.py also writes into
+docs/operators.md. A run that can never fit on the machine is refused before its model is built. Only functions that
+look at the machine import torch, because `noloco init` starts without it.
 """
 
 from __future__ import annotations
 
 import shutil
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
-import torch
 
-from noloco_p2p.devices import free_and_total_bytes, free_memory, has_own_memory, total_memory
 from noloco_p2p.errors import SettingsError
-from noloco_p2p.gossip.units import MOST_ELEMENTS
 from noloco_p2p.settings import PeerSettings, parse_memory
-from noloco_p2p.spec import Spec, TrainerSpec
-from noloco_p2p.telemetry.console import count, mib
-from noloco_p2p.trainer.compute import MOMENT_BYTES, Compute
+from noloco_p2p.spec import ModelSpec, Spec, TrainerSpec
+from noloco_p2p.telemetry.console import count, counted, duration, mib
 
-CPU = torch.device("cpu")
+if TYPE_CHECKING:
+    import torch
+
 FP32_BYTES = 4  # per parameter and vector
-WEIGHT_BYTES = 8  # per parameter: fp32 weights and gradients, without the moments of AdamW
+WEIGHT_BYTES = 8  # per trainable parameter: fp32 weights and gradients
+MOMENT_BYTES = 8  # per trainable parameter; the optimizer allocates them at its first step
+MUON_BYTES = 5 * FP32_BYTES * (1 << 24)  # copies of a batch of matrices, which it orthogonalizes (optim/muon.py)
+SLICE_BYTES = FP32_BYTES * (1 << 24)  # at most (gossip/units.py)
 NUM_SLICES = 6  # in memory at a time: two swaps, each with a snapshot, a half-difference and payloads
 PROCESS_BYTES = 512 << 20  # Python and its libraries
 NETWORK_BYTES = 100 << 20  # the process of the DHT
+DAY_S, HOUR_S = 86_400.0, 3600.0
+USUAL_BYTES_PER_S = 12.5e6  # assumed for a link of unknown speed: 100 Mbit/s
+
+
+class Counts(NamedTuple):
+    """The parameters of a model."""
+
+    num_parameters: int  # those that are trained
+    num_matrix_parameters: int = 0  # those of them that belong to matrices which Muon can train
+    frozen_bytes: int = 0  # of all others
+
+    @classmethod
+    def of_sizes(cls, model: ModelSpec) -> Counts:
+        """Count the parameters of a Llama, whose sizes are in the spec, without building it."""
+        return cls(model.num_parameters(), model.num_matrix_parameters())
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
     num_parameters: int
-    model_bytes: int  # on an accelerator, without activations
+    model_bytes: int  # on the device of the model, without activations
     activation_bytes: int | None  # on an accelerator, or None if they are unknown
     host_bytes: int  # in main memory: libraries, slices and payloads of swaps, the state of the outer step, and the DHT
+    copy_bytes: int  # in main memory, while a checkpoint of a model on an accelerator is written
     checkpoint_bytes: int
-    num_checkpoints: int  # on the disk at a time, one of which is being written
+    num_checkpoints: int  # on the disk, without the one that is being written
     save_every_s: float
-    memory_free_bytes: int
-    memory_used_bytes: int  # by this process, which is a part of its needs
-    disk_free_bytes: int
+    state_bytes: int  # of a state that a newcomer fetches
+    fetch_bytes_per_s: float
+    swap_bytes_per_s: float
+    is_limited: bool  # whether a setting limits the rate of swaps
     is_on_host: bool  # whether the model is in main memory, too
 
     @property
     def disk_bytes(self) -> int:
-        return self.num_checkpoints * self.checkpoint_bytes
+        """The disk space for all checkpoints, one of which is being written. It does not grow with time."""
+        return (self.num_checkpoints + 1) * self.checkpoint_bytes
+
+    @property
+    def written_bytes_per_day(self) -> float:
+        return DAY_S / self.save_every_s * self.checkpoint_bytes
+
+    @property
+    def fetch_s(self) -> float:
+        return self.state_bytes / self.fetch_bytes_per_s
 
     def lines(self) -> list[str]:
         """Format the needs for the user."""
-        return [
-            f"model: {count(self.num_parameters)} trainable parameters",
-            f"needs: {self.summary()}",
-            f"writes a checkpoint of {mib(self.checkpoint_bytes)} every {self.save_every_s / 60:.3g} min",
-            "swaps use the whole link, unless --max-upload and --max-download limit them",
-            f"free on this machine: {mib(self.memory_free_bytes)} of memory, {mib(self.disk_free_bytes)} of disk space",
-        ]
-
-    def summary(self) -> str:
         known = self.activation_bytes
         activations = " (plus activations)" if known is None else f" and {mib(known)} for activations"
-        return (
-            f"{mib(self.model_bytes)} for the model{activations}, {mib(self.host_bytes)} for libraries and "
-            f"swaps, {mib(self.disk_bytes)} of disk space"
-        )
+        copy = f" (on a GPU, {mib(self.copy_bytes)} more for a copy during a checkpoint)" if self.copy_bytes else ""
+        hourly = f"{mib(self.swap_bytes_per_s * HOUR_S)} per hour each way at {_mbit_s(self.swap_bytes_per_s)}"
+        swaps = f"up to {hourly}" if self.is_limited else f"the whole link ({hourly}), unless --max-upload limits them"
+        return [
+            f"model: {count(self.num_parameters)} trainable parameters",
+            f"needs: {mib(self.model_bytes)} for the model{activations}, {mib(self.host_bytes)} for libraries and "
+            f"swaps{copy}, {mib(self.disk_bytes)} of disk space",
+            f"checkpoints: keeps {counted(self.num_checkpoints, 'checkpoint')} of {mib(self.checkpoint_bytes)}, and "
+            f"writes {mib(self.written_bytes_per_day)} per day (one every {self.save_every_s / 60:.3g} min)",
+            f"newcomers: fetch {mib(self.state_bytes)}, which takes {duration(self.fetch_s)} at "
+            f"{_mbit_s(self.fetch_bytes_per_s)}",
+            f"swaps: use {swaps}",
+        ]
 
-    def warnings(self) -> list[str]:
-        warnings = []
+    def warnings(self, settings: PeerSettings) -> list[str]:
+        """Warn if more memory or disk space is needed than is free on this machine."""
+        from noloco_p2p.devices import free_memory
+
+        found, folder = list[str](), settings.state_dir
+        free = free_memory()
         needed = self.host_bytes + (self.model_bytes if self.is_on_host else 0)  # activations are made to fit
-        if needed > self.memory_free_bytes + self.memory_used_bytes:
-            warnings.append("this run needs more memory than is free on this machine; the peer may be killed")
-        if self.disk_bytes > self.disk_free_bytes:
-            warnings.append(
-                "checkpoints need more disk space than is free; delete some files, or use another --state-dir"
+        if needed > free + psutil.Process().memory_info().rss:  # this process is a part of the needs
+            found.append(
+                f"this run needs {mib(needed)} of main memory, but this machine has {mib(free)} free; the peer may be "
+                "killed"
             )
-        return warnings
+        free = shutil.disk_usage(next(parent for parent in (folder, *folder.parents) if parent.exists())).free
+        if self.disk_bytes > free:
+            found.append(
+                f"checkpoints need {mib(self.disk_bytes)} of disk space, but {mib(free)} is free; delete some files, "
+                "or use another --state-dir"
+            )
+        return found
 
 
 def estimate(
     spec: Spec,
-    *,
-    num_parameters: int,
-    num_matrix_parameters: int = 0,
-    frozen_bytes: int = 0,
-    activation_bytes: int | None = None,
-    folder: Path,
+    counts: Counts,
     settings: PeerSettings,
-    compute: Compute | None = None,
-    device: torch.device = CPU,
+    *,
+    has_gpu: bool,
+    num_ranks: int = 1,
+    activation_bytes: int | None = None,
+    link_bytes_per_s: float | None = None,
 ) -> Needs:
-    """Estimate the needs of a run on this machine.
+    """Estimate the needs of a run on a machine.
 
-    `num_parameters` counts the trainable parameters, of which Muon optimizes `num_matrix_parameters`, and
-    `frozen_bytes` is the size of all others. `activation_bytes` are those of a forward and backward pass on one
-    device, or None if they are unknown.
+    `has_gpu` says whether the model is in the memory of an accelerator. `activation_bytes` are those of a forward and
+    backward pass on one device, or None if they are unknown. `link_bytes_per_s` is the measured rate of the link, or
+    None if it is not known.
     """
-    compute = compute or Compute()
-    moments = _moments(num_parameters, num_matrix_parameters)
-    offloaded = moments if compute.offload_optimizer else 0
-    model_bytes = WEIGHT_BYTES * num_parameters + moments - offloaded + frozen_bytes
+    num, outer = counts.num_parameters, spec.outer
+    is_muon = isinstance(spec, TrainerSpec) and spec.train.inner_optimizer == "muon"
+    num_muon = counts.num_matrix_parameters if is_muon else 0
+    moments = moment_bytes(num, num_muon)
+    offloaded = moments if settings.offload_optimizer and has_gpu else 0
+    step = min(MUON_BYTES, MUON_BYTES // (1 << 24) * num_muon)
+    model_bytes = WEIGHT_BYTES * num + moments - offloaded + counts.frozen_bytes
+    slices = NUM_SLICES * min(SLICE_BYTES, FP32_BYTES * num)
+    host_bytes = offloaded + slices + _outer_step_bytes(spec) * num + PROCESS_BYTES + NETWORK_BYTES
+    # With an outer step, there are also the slow weights.
+    checkpoint_bytes = (1 + outer.has_outer_step + outer.keeps_momentum) * FP32_BYTES * num + moments
+    down, up = settings.download_bytes_per_s, settings.upload_bytes_per_s
+    link = link_bytes_per_s or USUAL_BYTES_PER_S
     return Needs(
-        num_parameters=num_parameters,
-        model_bytes=model_bytes // compute.num_ranks,
+        num_parameters=num,
+        model_bytes=model_bytes // num_ranks + step,
         activation_bytes=activation_bytes,
-        host_bytes=offloaded + _host_bytes(spec, num_parameters),
-        checkpoint_bytes=_checkpoint_vectors(spec) * FP32_BYTES * num_parameters + moments,
-        num_checkpoints=settings.keep_checkpoints + 1,
+        host_bytes=host_bytes,
+        copy_bytes=checkpoint_bytes if has_gpu else 0,
+        checkpoint_bytes=checkpoint_bytes,
+        num_checkpoints=settings.keep_checkpoints,
         save_every_s=settings.save_every_s,
-        memory_free_bytes=free_memory(),
-        memory_used_bytes=psutil.Process().memory_info().rss,
-        disk_free_bytes=shutil.disk_usage(folder).free,
-        is_on_host=not has_own_memory(device),
+        state_bytes=(1 + outer.keeps_momentum) * FP32_BYTES * num,
+        fetch_bytes_per_s=down or link,
+        swap_bytes_per_s=min(up or link, down or link),
+        is_limited=bool(up or down),
+        is_on_host=not has_gpu,
     )
 
 
-def check_memory(
-    spec: TrainerSpec,
-    settings: PeerSettings,
-    *,
-    num_parameters: int,
-    frozen_bytes: int,
-    compute: Compute,
-    device: torch.device,
-) -> None:
+def check_memory(needs: Needs, spec: Spec, settings: PeerSettings, device: torch.device) -> None:
     """Raise SettingsError if the total memory of this machine is less than the minimum that the run needs.
 
     The minimum does not include activations and other programs. The message contains both numbers.
     """
-    moments = MOMENT_BYTES if spec.train.inner_optimizer == "adamw" else MOMENT_BYTES // 2  # Muon mostly keeps one
-    offloaded = moments if compute.offload_optimizer else 0
-    model_bytes = frozen_bytes + (WEIGHT_BYTES + moments - offloaded) * num_parameters
-    host_bytes = offloaded * num_parameters + _host_bytes(spec, num_parameters)
-    on_host = host_bytes if has_own_memory(device) else model_bytes + host_bytes
-    _must_fit(on_host, memory_limit(settings), spec, num_parameters, what="main memory and swap space")
-    if device.type == "cpu":
-        return
-    _, total = free_and_total_bytes(device)
-    _must_fit(model_bytes // compute.num_ranks, total, spec, num_parameters, what=f"memory on {device}")
+    from noloco_p2p.devices import free_and_total_bytes
+
+    on_host = needs.host_bytes + (needs.model_bytes if needs.is_on_host else 0)
+    _must_fit(on_host, memory_limit(settings), spec, needs, what="main memory and swap space")
+    if device.type != "cpu":
+        _must_fit(needs.model_bytes, free_and_total_bytes(device)[1], spec, needs, what=f"memory on {device}")
 
 
 def memory_limit(settings: PeerSettings) -> int:
@@ -143,6 +178,8 @@ def memory_limit(settings: PeerSettings) -> int:
 
     This is all of the machine's memory and swap space, or `max_memory` if that is less.
     """
+    from noloco_p2p.devices import total_memory
+
     return min(total_memory(), parse_memory(settings.max_memory) or total_memory())
 
 
@@ -151,29 +188,22 @@ def training_bytes(spec: TrainerSpec, *, num_parameters: int, num_matrix_paramet
 
     Muon keeps one moment instead of two for each of the `num_matrix_parameters` that it optimizes.
     """
-    is_muon = spec.train.inner_optimizer == "muon"
-    moments = _moments(num_parameters, num_matrix_parameters if is_muon else 0)
-    return (WEIGHT_BYTES + _outer_step_bytes(spec)) * num_parameters + moments
+    num_muon = num_matrix_parameters if spec.train.inner_optimizer == "muon" else 0
+    return (WEIGHT_BYTES + _outer_step_bytes(spec)) * num_parameters + moment_bytes(num_parameters, num_muon)
 
 
-def _moments(num_parameters: int, num_matrix_parameters: int) -> int:
-    """Return the bytes of the moments. Muon has one for each of its matrices, and AdamW two for everything else."""
-    return MOMENT_BYTES * num_parameters - MOMENT_BYTES // 2 * num_matrix_parameters
+def moment_bytes(num_parameters: int, num_muon: int) -> int:
+    """Return the bytes of the moments. Muon has one for each of its parameters, and AdamW two for all others."""
+    return MOMENT_BYTES * num_parameters - MOMENT_BYTES // 2 * num_muon
 
 
-def _must_fit(least_bytes: int, total_bytes: int, spec: Spec, num_parameters: int, *, what: str) -> None:
+def _must_fit(least_bytes: int, total_bytes: int, spec: Spec, needs: Needs, *, what: str) -> None:
     if least_bytes > total_bytes:
         raise SettingsError(
-            f"the run {spec.name} trains {count(num_parameters)} parameters and needs at least {mib(least_bytes)} of "
-            f"{what}, not counting activations; this machine has {mib(total_bytes)}; join a smaller run, split the "
-            "model over several GPUs (--gpus), or use --offload-optimizer with one GPU"
+            f"the run {spec.name} trains {count(needs.num_parameters)} parameters and needs at least "
+            f"{mib(least_bytes)} of {what}, not counting activations; this machine has {mib(total_bytes)}; join a "
+            "smaller run, split the model over several GPUs (--gpus), or use --offload-optimizer with one GPU"
         )
-
-
-def _host_bytes(spec: Spec, num_parameters: int) -> int:
-    """Return the main memory for everything but the model: libraries, slices, the state of the outer step, the DHT."""
-    slices = NUM_SLICES * FP32_BYTES * min(num_parameters, MOST_ELEMENTS)
-    return slices + _outer_step_bytes(spec) * num_parameters + PROCESS_BYTES + NETWORK_BYTES
 
 
 def _outer_step_bytes(spec: Spec) -> int:
@@ -186,6 +216,5 @@ def _outer_step_bytes(spec: Spec) -> int:
     return FP32_BYTES * (outer.has_outer_step + outer.keeps_momentum + outer.sends_slow_weights + waiting)
 
 
-def _checkpoint_vectors(spec: Spec) -> int:
-    """Return the number of vectors besides the moments: with an outer step, there are also the slow weights."""
-    return 1 + spec.outer.has_outer_step + spec.outer.keeps_momentum
+def _mbit_s(bytes_per_s: float) -> str:
+    return f"{8e-6 * bytes_per_s:,.4g} Mbit/s"

@@ -12,8 +12,10 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from torch import Tensor
 
-from noloco_p2p.devices import free_memory
+from noloco_p2p.data.stream import validation_batches
+from noloco_p2p.devices import free_memory, has_own_memory
 from noloco_p2p.errors import Left, SettingsError
 from noloco_p2p.flow.head import Head
 from noloco_p2p.flow.limits import num_rooms
@@ -28,7 +30,7 @@ from noloco_p2p.trainer.cut import cut_of
 from noloco_p2p.trainer.inner_step import InnerStep
 from noloco_p2p.trainer.loop import TrainerBase
 from noloco_p2p.trainer.model import build_tokenizer, check_vocabulary
-from noloco_p2p.trainer.needs import Needs
+from noloco_p2p.trainer.needs import Counts, Needs, estimate
 from noloco_p2p.trainer.stage import Stage, build_stage, train_of_stage
 from noloco_p2p.trainer.stage_choice import StageNeeds, draw_stage, missing_stages, needier_stage
 from noloco_p2p.trainer.stage_flow import StageFlow
@@ -69,6 +71,7 @@ class StageTrainer(TrainerBase):
         self.stage = self._choose() if stage is None else stage
         self.line_begins = f"stage {self.stage} | "
         peer.metrics.loss = peer.metrics.validation_loss = None  # they belong to the stage before a switch
+        self.validation: list[Tensor] = []  # of a head
         self.switches_to: int | None = None  # another stage, which needs this peer more
         peer.membership.hold(self.stage)
         folder = stage_folder(peer.run_folder, self.stage)
@@ -79,8 +82,10 @@ class StageTrainer(TrainerBase):
         if built.is_head:
             tokenizer = build_tokenizer(spec.data, folders=settings.models)
             check_vocabulary(built.model, tokenizer)
-            self._open_data(tokenizer, batch_size=spec.pipeline.microbatch)
-            self.validation = [batch for batch in self.validation if len(batch) == spec.pipeline.microbatch]
+            size = spec.pipeline.microbatch
+            corpus = self._open_data(tokenizer, batch_size=size)
+            batches = validation_batches(corpus, num_sequences=spec.evaluate.num_sequences, batch_size=size)
+            self.validation = [batch for batch in batches if len(batch) == size]
         self.inner_step = InnerStep(built.model, train_of_stage(spec), compute)
         self._enter(folder, follows_caller=not built.is_head)
         if not self.outer.resumed and not self.outer.entered:
@@ -182,7 +187,11 @@ class StageTrainer(TrainerBase):
             f"stage {self.stage} of {spec.pipeline.stages}{' (head)' if self.stage == 0 else ''}: "
             f"this machine processes {count(self.peer.metrics.capacity)} tokens/s"
         )
-        return self._needs()
+        step = self.inner_step
+        step.forget()
+        params, matrices = step.trainable.values(), step.muon_matrices
+        counts = Counts(sum(each.numel() for each in params), sum(each.numel() for each in matrices))
+        return estimate(spec, counts, self.peer.settings, has_gpu=has_own_memory(self.device))
 
     # training
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from noloco_p2p.data.stream import validation_batches
+from noloco_p2p.data.stream import Corpus, validation_batches
 from noloco_p2p.errors import CheckpointError
 from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.spec import TrainerSpec
@@ -118,11 +118,5 @@ def _mean(replicas: Sequence[Tensor]) -> Tensor:
 def _held_out(
     spec: TrainerSpec, bindings: Mapping[str, str], models: Mapping[str, str], progress: Progress | None = None
 ) -> list[Tensor]:
-    return validation_batches(
-        spec.data,
-        tokenizer=build_tokenizer(spec.data, folders=models),
-        bindings=bindings,
-        num_sequences=spec.evaluate.num_sequences,
-        batch_size=spec.train.batch_size,
-        progress=progress,
-    )
+    corpus = Corpus(spec.data, build_tokenizer(spec.data, folders=models), bindings, progress or Progress())
+    return validation_batches(corpus, num_sequences=spec.evaluate.num_sequences, batch_size=spec.train.batch_size)

@@ -26,7 +26,7 @@ from harness.patience import PATIENCE_S
 from harness.processes import Command, PeerProcess, noloco, small_spec, until, write_spec
 
 from noloco_p2p.cli.app import run
-from noloco_p2p.data.stream import TokenStream
+from noloco_p2p.data.stream import Corpus, TokenStream
 from noloco_p2p.outer.checkpoint import Checkpoint
 from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.swarm.records import TTL_S
@@ -326,13 +326,8 @@ def test_leaving_keeps_everything_and_the_same_command_resumes(swarm: Swarm, tmp
 
 def _batches_later(num_batches: int, spec: TrainerSpec, peer_id: str, state: dict[str, Any]) -> dict[str, Any]:
     """Return the state of the token stream some batches later."""
-    stream = TokenStream(
-        spec.data,
-        tokenizer=build_tokenizer(spec.data),
-        bindings={},
-        peer_id=peer_id,
-        batch_size=spec.train.batch_size,
-    )
+    corpus = Corpus(spec.data, build_tokenizer(spec.data), {})
+    stream = TokenStream(corpus, peer_id=peer_id, batch_size=spec.train.batch_size)
     stream.load_state_dict(state)
     for _ in range(num_batches):
         next(stream)

@@ -36,6 +36,8 @@ ELSEWHERE = {
     "noloco monitor TICKET --web --listen 127.0.0.1:8080": "test_monitoring.py",
     "noloco doctor noloco1ab7aca...": "test_monitoring.py",
     "noloco doctor TICKET": "test_monitoring.py",
+    "noloco init run.toml --preset small --name mine --set data.source=corpus --set data.tokenizer=mine "
+    "--set model.vocab_size=32000": "test_without_hub.py",
     "noloco join TICKET --gpus 8": "test_gpus.py, with two processes",
     "noloco join run.toml --tracker wandb": "wandb is not among what tests install",
     "noloco join big.toml --stage 0": "test_stages.py",

@@ -12,9 +12,8 @@ from noloco_p2p.devices import free_and_total_bytes, has_fast_bf16, is_out_of_me
 from noloco_p2p.errors import SettingsError
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.spec import TrainerSpec
-from noloco_p2p.trainer import needs
 from noloco_p2p.trainer.compute import Compute, choose_device, free_bytes, peak_flops
-from noloco_p2p.trainer.needs import check_memory
+from noloco_p2p.trainer.needs import Counts, check_memory, estimate
 
 CPU, MPS, CUDA = torch.device("cpu"), torch.device("mps"), torch.device("cuda")
 GIB = 1 << 30
@@ -146,29 +145,23 @@ def test_memory_of_a_mac_is_that_of_the_machine(monkeypatch: pytest.MonkeyPatch,
     synchronize(CPU)
     assert waited == [()], "torch.mps takes no device"
     monkeypatch.setattr("noloco_p2p.trainer.compute.free_memory", lambda: 100 * GIB)
-    assert free_bytes(MPS, num_parameters=GIB // 8, has_moments=True) == 6 * GIB
+    assert free_bytes(MPS, moment_bytes=GIB) == 6 * GIB
     monkeypatch.setattr("noloco_p2p.trainer.compute.free_memory", lambda: 5 * GIB)
-    assert free_bytes(MPS, num_parameters=GIB // 8, has_moments=True) == 4 * GIB
+    assert free_bytes(MPS, moment_bytes=GIB) == 4 * GIB
     monkeypatch.setattr("noloco_p2p.trainer.compute.free_memory", lambda: 0)
-    assert free_bytes(MPS, num_parameters=GIB // 8, has_moments=True) == 0
+    assert free_bytes(MPS, moment_bytes=GIB) == 0
 
 
 def test_a_model_must_fit_into_the_gpu_and_with_all_else_into_a_mac(monkeypatch: pytest.MonkeyPatch, mac: None) -> None:
     def check(num_parameters: int) -> None:
-        check_memory(
-            TrainerSpec(name="r"),
-            PeerSettings(),
-            num_parameters=num_parameters,
-            frozen_bytes=0,
-            compute=Compute(),
-            device=MPS,
-        )
+        spec, settings = TrainerSpec(name="r"), PeerSettings()
+        check_memory(estimate(spec, Counts(num_parameters), settings, has_gpu=False), spec, settings, MPS)
 
-    monkeypatch.setattr(needs, "total_memory", lambda: 100 * GIB)
+    monkeypatch.setattr(devices, "total_memory", lambda: 100 * GIB)
     check(500_000_000)
     with pytest.raises(SettingsError, match=r"of memory on mps, .* this machine has 10\.0 GiB"):
         check(800_000_000)  # 16 bytes each
-    monkeypatch.setattr(needs, "total_memory", lambda: GIB * 15 // 2)
+    monkeypatch.setattr(devices, "total_memory", lambda: GIB * 15 // 2)
     with pytest.raises(SettingsError, match=r"of main memory and swap space"):
         check(500_000_000)  # 16 bytes each take 7.45 GiB, and swaps need more
 

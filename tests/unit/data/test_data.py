@@ -30,7 +30,7 @@ from noloco_p2p.data.documents import Document, Faults, Piece, is_held_out
 from noloco_p2p.data.hub import shard_source
 from noloco_p2p.data.reader import Reader, Source
 from noloco_p2p.data.sources import builtin_corpus, open_source
-from noloco_p2p.data.stream import BLOCK_TOKENS, TokenStream, cut, make_encoder, validation_batches
+from noloco_p2p.data.stream import BLOCK_TOKENS, Corpus, TokenStream, cut, make_encoder, validation_batches
 from noloco_p2p.errors import DataError, SpecError
 from noloco_p2p.spec import DataSpec, MixSpec
 
@@ -49,14 +49,8 @@ def make_stream(
     batch_size: int = 4,
     block_tokens: int = BLOCK_TOKENS,
 ) -> TokenStream:
-    return TokenStream(
-        data,
-        tokenizer=TOKENIZER,
-        bindings=bindings or {},
-        peer_id=peer_id,
-        batch_size=batch_size,
-        block_tokens=block_tokens,
-    )
+    corpus = Corpus(data, TOKENIZER, bindings or {})
+    return TokenStream(corpus, peer_id=peer_id, batch_size=batch_size, block_tokens=block_tokens)
 
 
 def take(stream: TokenStream, number: int) -> list[Tensor]:
@@ -159,8 +153,8 @@ import sys
 sys.addaudithook(lambda event, args: (_ for _ in ()).throw(RuntimeError(event)) if event == "socket.connect" else None)
 from transformers import ByT5Tokenizer
 from noloco_p2p.spec import DataSpec, MixSpec
-from noloco_p2p.data.stream import TokenStream
-next(TokenStream(DataSpec(), tokenizer=ByT5Tokenizer(), bindings={}, peer_id="a", batch_size=2))
+from noloco_p2p.data.stream import Corpus, TokenStream
+next(TokenStream(Corpus(DataSpec(), ByT5Tokenizer(), {}), peer_id="a", batch_size=2))
 sys.exit("datasets" in sys.modules or "pyarrow" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -263,7 +257,7 @@ def test_training_never_sees_a_held_out_document_and_validation_sees_no_other(co
     bindings = {"mine": f"{corpus}/*"}
     trained = set(one_epoch(make_stream(MINE, bindings=bindings)))
     assert not trained & held_out
-    batches = validation_batches(MINE, tokenizer=TOKENIZER, bindings=bindings, num_sequences=10, batch_size=4)
+    batches = validation_batches(Corpus(MINE, TOKENIZER, bindings), num_sequences=10, batch_size=4)
     numbers = {part[:3] for part in texts_in(batches).split("<")[1:] if len(part) >= 4}
     assert numbers
     assert numbers <= {text[1:4] for text in held_out}
@@ -276,7 +270,7 @@ def test_validation_is_the_same_for_every_peer_and_folder(
     for path in corpus.iterdir():
         (elsewhere / path.name).write_bytes(path.read_bytes())
     one, two = (
-        validation_batches(MINE, tokenizer=TOKENIZER, bindings={"mine": f"{folder}/*"}, num_sequences=6, batch_size=4)
+        validation_batches(Corpus(MINE, TOKENIZER, {"mine": f"{folder}/*"}), num_sequences=6, batch_size=4)
         for folder in (corpus, elsewhere)
     )
     assert [tuple(batch.shape) for batch in one] == [(4, 16), (2, 16)]
@@ -286,7 +280,7 @@ def test_validation_is_the_same_for_every_peer_and_folder(
 def test_validation_files_of_their_own_are_used_and_not_trained_on(corpus: Path) -> None:
     (corpus / "extra.jsonl").write_text("".join(json.dumps({"text": f"[{n:04}]"}) + "\n" for n in range(50)))
     bindings = {"mine": f"{corpus}/*", "mine.validation": f"{corpus}/extra.jsonl"}
-    batches = validation_batches(MINE, tokenizer=TOKENIZER, bindings=bindings, num_sequences=4, batch_size=4)
+    batches = validation_batches(Corpus(MINE, TOKENIZER, bindings), num_sequences=4, batch_size=4)
     assert "[00" in texts_in(batches)
     assert "<" not in texts_in(batches)
     trained = one_epoch(make_stream(MINE, bindings=bindings))
@@ -298,7 +292,7 @@ def test_too_few_held_out_documents_are_an_error_in_words(tmp_path: Path) -> Non
     write_json_lines(tmp_path / "a.jsonl", ["only one"])
     spec = MINE.model_copy(update={"holdout": 1e-9})
     with pytest.raises(DataError, match=r"held-out tokens.*data\.holdout.*--data mine\.validation=GLOB"):
-        validation_batches(spec, tokenizer=TOKENIZER, bindings={"mine": f"{tmp_path}/*"}, num_sequences=4, batch_size=4)
+        validation_batches(Corpus(spec, TOKENIZER, {"mine": f"{tmp_path}/*"}), num_sequences=4, batch_size=4)
 
 
 # kinds of files

@@ -22,7 +22,7 @@ from noloco_p2p.data import files
 from noloco_p2p.data.documents import Document, Fault, Faults, Piece, Row, Unavailable
 from noloco_p2p.data.reader import MAX_FAILURES, Place, Reader, Source
 from noloco_p2p.data.sources import open_source
-from noloco_p2p.data.stream import TokenStream
+from noloco_p2p.data.stream import Corpus, TokenStream
 from noloco_p2p.errors import DataError
 from noloco_p2p.spec import DataSpec
 
@@ -180,9 +180,8 @@ def test_faults_are_told_at_the_first_and_then_ever_more_rarely(caplog: pytest.L
 
 
 def make_stream(pattern: str, *, faults: Faults | None = None, **options: object) -> TokenStream:
-    return TokenStream(
-        MINE, tokenizer=ByT5Tokenizer(), bindings={"mine": pattern}, peer_id="a", batch_size=2, faults=faults
-    )
+    corpus = Corpus(MINE, ByT5Tokenizer(), {"mine": pattern}, faults=faults or Faults())
+    return TokenStream(corpus, peer_id="a", batch_size=2)
 
 
 def test_training_goes_on_beside_bad_files_and_counts_them_once(tmp_path: Path) -> None:

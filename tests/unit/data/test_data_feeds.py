@@ -20,7 +20,7 @@ from noloco_p2p.data.documents import Document, Piece, Unavailable
 from noloco_p2p.data.prefetch import Prefetcher
 from noloco_p2p.data.reader import MAX_FAILURES, Reader, Source
 from noloco_p2p.data.sources import unused_bindings
-from noloco_p2p.data.stream import TokenStream, validation_batches
+from noloco_p2p.data.stream import Corpus, TokenStream, validation_batches
 from noloco_p2p.errors import DataError, SpecError
 from noloco_p2p.spec import DataSpec, MixSpec, TrainerSpec
 
@@ -40,7 +40,7 @@ def bindings(tmp_path: Path) -> dict[str, str]:
 
 def make_stream(bindings: dict[str, str], data: DataSpec = MIX, **options: Any) -> TokenStream:
     chosen = {"peer_id": "p", "batch_size": 4, "block_tokens": 3000, **options}
-    return TokenStream(data, tokenizer=TOKENIZER, bindings=bindings, **chosen)
+    return TokenStream(Corpus(data, TOKENIZER, bindings), **chosen)
 
 
 def take(stream: TokenStream | Prefetcher, number: int) -> list[Tensor]:
@@ -71,7 +71,7 @@ def test_held_out_sequences_come_from_all_sources(
 ) -> None:
     mix = tuple(MixSpec(source=name, weight=weight) for name, weight in zip("abc", weights, strict=True))
     data = DataSpec(source="mix", mix=mix, sequence_length=32, holdout=0.2)
-    batches = validation_batches(data, tokenizer=TOKENIZER, bindings=bindings, num_sequences=number, batch_size=8)
+    batches = validation_batches(Corpus(data, TOKENIZER, bindings), num_sequences=number, batch_size=8)
     assert [int((torch.cat(batches) == ord(name) + 3).any(1).sum()) for name in "abc"] == shares
 
 

@@ -22,6 +22,7 @@ from noloco_p2p.settings import PeerSettings
 from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.swarm.clock import Offset
 from noloco_p2p.swarm.dial_back import DialBack
+from noloco_p2p.trainer.needs import Counts
 from noloco_p2p.trainer.stage_choice import StageNeeds
 
 PEER = "12D3KooWaaaaaa"
@@ -114,9 +115,9 @@ def test_a_wrong_clock_and_a_closed_port_are_failures_with_a_way_out() -> None:
 
 
 def test_a_model_that_is_too_large_is_a_failure(tmp_path: Path) -> None:
-    assert model(PRESETS["tiny"], settings(tmp_path))[0].found.startswith("992k parameters:")
-    assert needs(TrainerSpec(name="r"), 1_000_000, settings(tmp_path)).level == "ok"
-    assert needs(TrainerSpec(name="r"), 10**13, settings(tmp_path)).level == "failed"
+    assert model(PRESETS["tiny"], settings(tmp_path))[0].found.startswith("model: 992k trainable parameters\nneeds: ")
+    assert needs(TrainerSpec(name="r"), Counts(1_000_000), settings(tmp_path)).level == "ok"
+    assert needs(TrainerSpec(name="r"), Counts(10**13), settings(tmp_path)).level == "failed"
 
 
 def test_each_stage_is_examined_and_what_the_link_carries(tmp_path: Path) -> None:

@@ -147,6 +147,18 @@ def test_what_a_sequence_needs_grows_with_it_and_not_with_the_weights() -> None:
     assert fitting(10**12, 1000, largest=16) == 16
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_copies_in_bf16_of_the_weights_count_once_and_gradients_take_the_place_of_activations(
+    precision: str,
+) -> None:
+    inner = make(Compute(precision=precision), model=build_model(MODEL, sequence_length=64))
+    tokens = batch(num_tokens=64)
+    assert inner.fit(tokens) == len(tokens)
+    gradients = sum(4 * param.numel() for param in inner.trainable.values())
+    needed = sequence_bytes(inner.backward, tokens, CPU)
+    assert inner.activation_bytes == pytest.approx(needed - gradients, rel=0.03)
+
+
 def test_fit_asks_memory_unless_it_is_told() -> None:
     assert make().fit(batch()) == 6
     assert make(Compute(micro_batch=4)).fit(batch()) == 4

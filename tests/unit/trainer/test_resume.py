@@ -10,10 +10,12 @@ import torch
 from harness.processes import small_spec
 from training_peer import training_peer
 
+from noloco_p2p.data.stream import validation_batches
 from noloco_p2p.outer.checkpoint import Checkpoint
 from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.telemetry.events import read_events
 from noloco_p2p.testing.peers import MemorySwarm
+from noloco_p2p.trainer import loop
 from noloco_p2p.trainer.loop import Trainer
 
 NUM_STEPS = 11
@@ -64,3 +66,18 @@ def test_the_losses_after_a_stop_are_those_without_it(
     assert [event["step"] for event in events(tmp_path / "whole", "evaluated")] == [1, 4, 8, 11]
     step_tokens = SPEC.train.batch_size * SPEC.data.sequence_length
     assert last.meta["metrics"]["tokens"] == whole.meta["metrics"]["tokens"] == NUM_STEPS * step_tokens
+
+
+def test_training_begins_before_the_held_out_data_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = list[int]()
+
+    def reads(*arguments: Any, **options: Any) -> list[torch.Tensor]:
+        steps.append(trainer.outer.num_steps)
+        return validation_batches(*arguments, **options)
+
+    monkeypatch.setattr(loop, "validation_batches", reads)
+    with MemorySwarm(SPEC) as swarm:
+        trainer = Trainer(training_peer(swarm, tmp_path, max_steps=9), say=lambda line: None)
+        trainer.needs()
+        trainer.train()
+    assert steps == [1], "for the first evaluation, and for no other"
