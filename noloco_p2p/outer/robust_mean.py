@@ -52,7 +52,9 @@ def robust_mean(states: Mapping[str, Tensor]) -> RobustMean:
     admitted = {peer: states[peer] for peer in distances}
     radius = MOST_MOVED * len(admitted)
     shortened = {peer: distance for peer, distance in distances.items() if distance > radius}
-    shares = torch.tensor([min(1.0, radius / max(each, radius)) for each in distances.values()])
+    shares = torch.tensor(
+        [min(1.0, radius / max(each, radius)) for each in distances.values()], dtype=torch.float32, device="cpu"
+    )
     weights = torch.empty_like(next(iter(states.values())))
     for (start, stop), chunk in _chunks(admitted):
         if shortened:
@@ -83,7 +85,7 @@ def leave_out_far(states: Mapping[str, Tensor]) -> tuple[dict[str, float], dict[
 
 def _distances(states: Mapping[str, Tensor]) -> dict[str, float]:
     """Return the distance of each state from the coordinate-wise median, relative to the norm of the median."""
-    squares, length = torch.zeros(len(states), dtype=torch.float64), 0.0
+    squares, length = torch.zeros(len(states), dtype=torch.float64, device="cpu"), 0.0
     for _, chunk in _chunks(states):
         centre = _median(chunk)
         squares += (chunk.double() - centre).square().sum(1)
