@@ -60,8 +60,8 @@ FRAMES: list[frames.Frame] = [
     frames.Accept(HELLO, STANDING, Slice(1, 2)),
     frames.Refuse(frames.RefuseCode.BUSY, "not now", 1.0),
     frames.Grid(b"\x01\x02\x03"),
-    frames.Header(1, 7, 900, b"d" * 32),
-    frames.Chunk(3, b"payload" * 9, frames.chunk_digest(b"payload" * 9)),
+    frames.Header(b"d" * 32),
+    frames.Chunk(b"payload" * 9),
     frames.Received(),
     frames.Ready(),
     frames.Alive(),
@@ -116,7 +116,7 @@ def _parsed_as(message: type, read: Callable[..., object]) -> Callable[[bytes], 
 
 def _flow_frame_seeds() -> tuple[bytes, ...]:
     ticket = MicrobatchTicket(MicrobatchId(ME.peer_id, 7), 0.25, 30, signature=bytes(64))
-    seeds = (Want(ticket, 1.5, ("sink",)), Forward(ticket.id, 1.5, 300), Piece(True, b"x", bytes(16)))
+    seeds = (Want(ticket, 1.5, ("sink",)), Forward(ticket.id, 1.5, 300), Piece(True, b"x"))
     return tuple(map(flow_wire.encode, (*seeds, FlowHello(HELLO, 1))))
 
 

@@ -6,9 +6,11 @@ compute the same h up to its sign, and the mean of the pair stays exact, however
 the two peers by the same amount in opposite directions, and the next swaps reduce their distance. If a peer instead
 averaged Q(partner) with its own exact weights, half of each encoding error would stay in the mean.
 
-With the codec `modulo`, a chunk is coded in up to four passes: its lowest four bits on a grid that both partners know,
-two more bits, two more, and at last int8 without a grid. A pass carries only the chunks that failed in the one before,
-which are the same for both partners. Chunks without a known distance begin with int8. All other codecs need one pass.
+With the codec `modulo`, a chunk is coded in up to three passes: its lowest four bits on a grid that both partners know,
+two more bits, and two more. A pass carries only the chunks that failed in the one before, which are the same for both
+partners. A chunk that fails in the last pass is not mixed in this swap, and its distance is unknown again. Chunks
+without a known distance are coded in one pass with int8, as with all other codecs. The first pass of a chunk contains
+everything or a digest of it, so a peer cannot change what it sends after it has read what its partner sends.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from torch import Tensor
 from noloco_p2p.codec import Codec, get_codec
 from noloco_p2p.codec.modulo import (
     BLOCK_ELEMENTS,
+    DIGEST_BYTES,
     HIGHEST_EXPONENT,
     LOWEST_EXPONENT,
     MODULO_CODECS,
@@ -36,7 +39,7 @@ from noloco_p2p.gossip.units import Chunk, Slice, Units
 
 MODULO = "modulo"
 BESIDE_MODULO = "int8"
-UNKNOWN = 127  # the exponent of a block without a recorded distance; above all others, so that the minimum is known
+UNKNOWN = 127  # the exponent of a block without a recorded distance; above all others
 FINEST = 24  # a step is at least 2**-24 of the largest value in its block, because fp32 itself is no finer
 # The ratio of a step to the root mean square of the last distance. The step is then rounded up to a power of two. Above
 # a ratio of 2.4, the error of a swap (step**2 / 6 per number) exceeds the distance, and replicas diverge.
@@ -100,9 +103,9 @@ class Coding:
         self._earlier: dict[int, bytes] = {}
         self._distances, self._magnitudes = torch.zeros(2, len(self._blocks), dtype=torch.float32, device="cpu")
 
-    def num_bytes(self, number: int, indices: Sequence[int]) -> int:
-        """Return the size of pass `number` (from 0) with these chunks."""
-        return sum(self._codec(number, index).num_bytes(self.chunks[index].shape) for index in indices)
+    def num_bytes(self, number: int, index: int) -> int:
+        """Return the size of a chunk in pass `number` (from 0)."""
+        return self._codec(number, index).num_bytes(self.chunks[index].shape)
 
     def encode(self, number: int, indices: Sequence[int]) -> list[Payload]:
         """Encode these chunks. Raises ValueError if a value is not finite."""
@@ -138,12 +141,19 @@ class Coding:
         codec.check(payload, shape=chunk.shape)
         if isinstance(codec, ModuloCodec):
             earlier, grid = self._earlier.pop(index, b""), self._grids[index]
-            differences = codec.differences(self._values(index), payload, grid=grid, earlier=earlier)
-            if differences is None:
+            if earlier and earlier[-DIGEST_BYTES:] != payload[-DIGEST_BYTES:]:
+                raise CorruptPayload(f"it changed its chunk {index} between two passes")
+            differences, [size] = (
+                codec.differences(self._values(index), payload, grid=grid, earlier=earlier),
+                chunk.shape,
+            )
+            if differences:
+                self._halves[index] = partial(codec.half_difference, differences, num_elements=size, grid=grid)
+            elif codec is self._coder.passes[-1]:
+                self._halves[index] = partial(torch.zeros, size, dtype=torch.float32, device="cpu")
+            else:
                 self._earlier[index] = earlier + bytes(payload)
                 return False
-            [size] = chunk.shape
-            self._halves[index] = partial(codec.half_difference, differences, num_elements=size, grid=grid)
         else:
             own, partner = self._sent.pop(index), bytes(payload)
             decode = partial(codec.decode, shape=chunk.shape)
@@ -160,9 +170,10 @@ class Coding:
             self._magnitudes[at] = own.abs().amax()
 
     def _agree(self, swap_id: bytes, own: bytes, partner: bytes) -> dict[int, Grid]:
-        """Return the grid of each chunk in which every block has a known step: the finer one of both proposals."""
+        """Return the grid of each chunk if both propose a step for each of its blocks: the finer one."""
         grids: dict[int, Grid] = {}
-        exponents = [min(pair) for pair in zip(_signed(own), _signed(partner), strict=True)]
+        pairs = zip(_signed(own), _signed(partner), strict=True)
+        exponents = [UNKNOWN if UNKNOWN in pair else min(pair) for pair in pairs]
         for index, chunk in enumerate(self.chunks if exponents else []):
             start, stop = (block - self._blocks.start for block in (chunk.blocks.start, chunk.blocks.stop))
             seed = blake3(swap_id + chunk.blocks.start.to_bytes(4, "little")).digest(8)
@@ -171,8 +182,7 @@ class Coding:
         return grids
 
     def _codec(self, number: int, index: int) -> ModuloCodec | Codec:
-        passes = self._coder.passes
-        return passes[number] if index in self._grids and number < len(passes) else self._coder.plain
+        return self._coder.passes[number] if index in self._grids else self._coder.plain
 
     def _values(self, index: int) -> Tensor:
         chunk = self.chunks[index]

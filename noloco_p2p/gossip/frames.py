@@ -15,10 +15,10 @@ Abort(code, sentence).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 
-import xxhash
 from blake3 import blake3
 
 PROTOCOL_VERSION = "1.0"  # peers with the same major version are compatible
@@ -28,13 +28,12 @@ MAX_CHUNKS_PER_REQUEST = 16_384  # covers 16 GiB of state with a list of 48 KiB;
 Payload = bytes | memoryview  # a payload from the network is a view of the message
 
 
-def chunk_digest(payload: Payload) -> bytes:
-    """Return a 16-byte digest that detects transmission errors: XXH3-128 with seed 0, big-endian.
-
-    The digest is needed because the checksums of Ethernet and TCP miss some errors. A cryptographic digest would be ten
-    times slower and would not help against malicious senders, who can compute a matching digest of any kind.
-    """
-    return xxhash.xxh3_128_digest(payload)
+def pass_digest(payloads: Iterable[Payload]) -> bytes:
+    """Return the BLAKE3 digest of all payloads of a pass, one after another."""
+    digest = blake3()
+    for payload in payloads:
+        digest.update(payload)
+    return digest.digest()
 
 
 class RefuseCode(IntEnum):
@@ -165,23 +164,17 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The announcement of a pass, and a commitment to its content: nobody can answer what it has read.
+    """A commitment to the chunks of a pass, so that nobody can answer what it has read.
 
-    `digest` is the BLAKE3 digest of the digests of all chunks. The other fields follow from the grid and from the
-    chunks that failed, so the receiver knows them and ends the swap if they differ.
+    Which chunks follow, and how long they are, is known from the grid and from the chunks that failed.
     """
 
-    number: int  # of the pass, from 0
-    num_chunks: int
-    num_bytes: int
-    digest: bytes
+    digest: bytes  # from `pass_digest`
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    index: int  # in the slice
     payload: Payload
-    digest: bytes  # from `chunk_digest`
 
 
 @dataclass(frozen=True, slots=True)

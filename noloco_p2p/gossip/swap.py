@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from blake3 import blake3
 from torch import Tensor
 
 from noloco_p2p.errors import CorruptPayload, PeerError, TimedOut, Unreachable
@@ -28,7 +27,7 @@ from noloco_p2p.gossip.frames import (
     Received,
     Slice,
     Standing,
-    chunk_digest,
+    pass_digest,
 )
 from noloco_p2p.gossip.seams import FrameStream, Outside
 
@@ -179,21 +178,23 @@ class Swap:
         self._counts.chunks += len(coding.chunks)
 
     async def _send_pass(self, coding: Coding, number: int, indices: list[int]) -> None:
+        def encode() -> tuple[list[Payload], bytes]:
+            payloads = coding.encode(number, indices)
+            return payloads, pass_digest(payloads)
+
         try:
-            payloads = await self._while_alive(self.elsewhere(coding.encode, number, indices))
+            payloads, digest = await self._while_alive(self.elsewhere(encode))
         except ValueError as error:  # not the partner's fault
             raise Diverged(f"this peer's weights cannot be sent: {error}", peer=self.partner) from None
-        digests = [chunk_digest(payload) for payload in payloads]
-        num_bytes = sum(len(payload) for payload in payloads)
-        await self._send(Header(number, len(indices), num_bytes, blake3(b"".join(digests)).digest()))
+        await self._send(Header(digest))
         await self._while_alive(self._headers.get())
         if number == 0:
             self.is_moving = True
             self.moving_s = self._loop.time()
             await self._shared.tell_change()
         self._began_s = self._loop.time()
-        for index, payload, digest in zip(indices, payloads, digests, strict=True):
-            await self._send(Chunk(index, payload, digest))
+        for payload in payloads:
+            await self._send(Chunk(payload))
             self._counts.bytes_sent += len(payload)
         self._counts.repeated_chunks += len(indices) if number == 1 else 0
 
@@ -244,30 +245,21 @@ class Swap:
             self._headers.put_nowait(None)
             coding = await self._coding
             indices = [*range(len(coding.chunks))] if indices is None else indices
-            payloads = await self._receive_pass(coding, number, indices, header)
-            indices = await self.elsewhere(coding.check, number, indices, payloads)
+            payloads = await self._receive_pass(coding, number, indices)
+            indices = await self.elsewhere(_checked, coding, number, indices, payloads, header.digest)
             self._failed.put_nowait(indices)
             number += 1
 
-    async def _receive_pass(self, coding: Coding, number: int, indices: Sequence[int], header: Header) -> list[Payload]:
-        told = (header.number, header.num_chunks, header.num_bytes)
-        expected = (number, len(indices), coding.num_bytes(number, indices))
-        if told != expected:
-            raise CorruptPayload(f"expected a pass of {expected}, got {told}")
-        payloads, digests = [], blake3()
+    async def _receive_pass(self, coding: Coding, number: int, indices: Sequence[int]) -> list[Payload]:
+        payloads: list[Payload] = []
         for index in indices:
             chunk = await self._next(Chunk)
-            if chunk.index != index:
-                raise CorruptPayload(f"expected chunk {index}, got chunk {chunk.index}")
-            if chunk_digest(chunk.payload) != chunk.digest:
-                raise CorruptPayload(f"chunk {index} is damaged")
-            digests.update(chunk.digest)
+            if len(chunk.payload) != (expected := coding.num_bytes(number, index)):
+                raise CorruptPayload(f"chunk {index} has {len(chunk.payload)} bytes instead of {expected}")
             self._counts.bytes_received += len(chunk.payload)
             payloads.append(chunk.payload)
             if len(payloads) >= NEARLY_OVER * len(indices):
                 self._nearly_over.set()
-        if digests.digest() != header.digest:
-            raise CorruptPayload("the chunks are not those that the header announced")
         await self._send(Received())
         return payloads
 
@@ -316,6 +308,14 @@ class Swap:
         with contextlib.suppress(PeerError, TimeoutError):  # the partner is gone
             sentence = str(error) if isinstance(error, PeerError) else "this peer ended the swap"
             await asyncio.wait_for(self._send(Abort(code, sentence)), self._deadlines.farewell_s)
+
+
+def _checked(
+    coding: Coding, number: int, indices: Sequence[int], payloads: Sequence[Payload], digest: bytes
+) -> list[int]:
+    if pass_digest(payloads) != digest:
+        raise CorruptPayload("the chunks are not those that the header announced")
+    return coding.check(number, indices, payloads)
 
 
 async def send_within(timeout_s: float, stream: FrameStream, frame: Frame, *, peer: str) -> None:

@@ -30,7 +30,7 @@ LONGEST_RETRY_S = 3600.0
 MAX_NUMBER = 2**63 - 1  # the largest number that a microbatch can have
 SIGNATURE_BYTES = 64  # of a ticket
 # Tags: field number << 3 | 2 for length-delimited; see peer.proto.
-FRAME_CHUNK, CHUNK_PAYLOAD = 0x32, 0x12
+FRAME_CHUNK, CHUNK_PAYLOAD = 0x32, 0x0A
 
 MESSAGES: dict[type, str] = {
     frames.PeerStatus: "StatusReply",
@@ -69,10 +69,8 @@ def encode(frame: frames.Frame, *, sequence: int) -> bytes:
     number = pb.Frame(sequence=sequence).SerializeToString()
     if not isinstance(frame, frames.Chunk):
         return pb.Frame(**{type(frame).__name__.lower(): to_wire(frame)}).SerializeToString() + number
-    rest = pb.Chunk(index=frame.index, digest=frame.digest).SerializeToString()
     head = _tagged(CHUNK_PAYLOAD, len(frame.payload))
-    length = len(rest) + len(head) + len(frame.payload)
-    return b"".join((_tagged(FRAME_CHUNK, length), rest, head, frame.payload, number))
+    return b"".join((_tagged(FRAME_CHUNK, len(head) + len(frame.payload)), head, frame.payload, number))
 
 
 def decode(data: bytes) -> tuple[frames.Frame, int]:

@@ -518,6 +518,7 @@ def _candidate(record: PeerRecord) -> Candidate:
         can_be_called=bool(address) and record.reachability not in CLOSED,
         stage=record.stage,
         capacity=record.metrics.capacity,
+        loss=record.metrics.loss,
         nearby=nearby[0] if nearby else "",
     )
 
@@ -578,9 +579,8 @@ async def find_somebody(ticket: Ticket, directory: SwarmDirectory, *, timeout_s:
     if await directory.wait_for_peers(timeout_s):
         return
     failures = "; ".join(f"{named(peer)}: {why}" for peer, why in directory.dialer.failures().items())
-    advice = "ask for a new ticket"
-    if directory.node.neighbours():
-        advice = "a node answers, but no peer has announced itself, as scripts do when they create their NoLoCo"
+    silence = "a node answers, but no peer has announced itself, as scripts do when they create their NoLoCo"
+    advice = silence if directory.node.neighbours() else "ask for a new ticket"
     raise Unreachable(
         f"no live peer of run {ticket.run_name} was found within {timeout_s:.0f} s through "
         f"{', '.join(ticket.addresses) or 'a ticket without addresses'}"

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
 from types import UnionType
 from typing import Any, Literal
 
 from noloco_p2p.errors import Unreachable
-from noloco_p2p.gossip.frames import Chunk, Frame, chunk_digest
+from noloco_p2p.gossip.frames import Chunk, Frame
 from noloco_p2p.gossip.seams import FrameStream
 
 # A cut breaks the connection in both directions, and the frame is not delivered. A stall delivers neither this frame
@@ -26,14 +25,13 @@ from noloco_p2p.gossip.seams import FrameStream
 Fault = Literal["cut", "stall", "drop", "repeat", "late"] | Callable[[Any], Frame]
 
 
-def flip_bit(bit: int, *, digest_fits: bool = False) -> Callable[[Chunk], Chunk]:
-    """Return a change that flips one bit of a chunk's payload and, if `digest_fits`, corrects the chunk's digest."""
+def flip_bit(bit: int) -> Callable[[Chunk], Chunk]:
+    """Return a change that flips one bit of a chunk's payload."""
 
     def flip(chunk: Chunk) -> Chunk:
         payload = bytearray(chunk.payload)
         payload[bit // 8 % len(payload)] ^= 1 << bit % 8
-        digest = chunk_digest(bytes(payload)) if digest_fits else chunk.digest
-        return replace(chunk, payload=bytes(payload), digest=digest)
+        return Chunk(bytes(payload))
 
     return flip
 

@@ -130,7 +130,8 @@ class StateServer:
     def _newest(self) -> SavedState:
         """Return the saved state if it is recent. Otherwise, ask training to save one."""
         saved, now_s = self._any(), self._clock()
-        if self.spec is None or self._position() - saved.manifest.progress <= self.spec.furthest / 2:
+        is_old = self.spec and self._position() - saved.manifest.progress > self.spec.furthest / 2
+        if not is_old:
             return saved
         self._want_newer()
         if now_s - self._asked_at_s > SAVING_S:

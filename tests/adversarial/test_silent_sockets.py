@@ -115,7 +115,7 @@ async def test_who_brings_much_before_its_offer_is_accepted_is_cut_off() -> None
     async with watched() as there:
         stream = await transport("pusher").open_swap(there.candidate, timeout_s=PATIENCE_S)
         with suppress(Unreachable):  # the end may show in the send or in the receive
-            await stream.send(Chunk(0, memoryview(bytes(MIB)), bytes(16)))
+            await stream.send(Chunk(memoryview(bytes(MIB))))
         with pytest.raises(Unreachable):
             await stream.receive(AT_ONCE_S)
         await stream.close()

@@ -222,7 +222,7 @@ async def test_an_address_that_answers_nothing_is_given_up_within_the_time_out()
 
 async def test_a_message_that_is_too_large_is_refused_and_the_peer_lives_on() -> None:
     seen: list[PeerError] = []
-    largest = Chunk(0, bytes(1 << 20), bytes(16))
+    largest = Chunk(bytes(1 << 20))
 
     async def on_swap(stream: FrameStream) -> None:
         try:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from admitting import admission_of
-from blake3 import blake3
 from harness.loopback import LoopbackSwarm
 from harness.patience import PATIENCE_S
 from harness.specs import FP32
@@ -85,9 +84,8 @@ def download(bytes_per_s: float | None) -> Limits:
 
 async def send_chunks(stream: FrameStream, num_chunks: int, on_sent: Callable[[int], None] = lambda sent: None) -> None:
     payload = bytes(CHUNK_BYTES)
-    digest = blake3(payload).digest(16)
-    for index in range(num_chunks):
-        await stream.send(Chunk(index, payload, digest))
+    for _ in range(num_chunks):
+        await stream.send(Chunk(payload))
         on_sent(CHUNK_BYTES)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -77,27 +77,20 @@ def test_a_fault_at_any_frame_leaves_a_whole_swap_or_none(kind: str, fault: str,
         assert len(end.honest.swaps) == len(end.faulty.swaps) > 0
 
 
-@pytest.mark.parametrize("digest_fits", [False, True])
-def test_every_flipped_bit_is_noticed(digest_fits: bool) -> None:
+def test_every_flipped_bit_is_noticed() -> None:
     rng = random.Random(7)
     for _ in range(NUM_FLIPS):
-        flip = flip_bit(rng.randrange(1 << 15), digest_fits=digest_fits)
+        flip = flip_bit(rng.randrange(1 << 15))
         end = run(Faults(Chunk, flip, nth=rng.randrange(1, 12)), is_second=True, num_steps=8)
         assert end.drift < ROUNDING
         assert len(end.honest.corrupt) == 1
-        assert ("announced" if digest_fits else "damaged") in end.honest.corrupt[0]
+        assert "announced" in end.honest.corrupt[0]
         assert end.faulty.corrupt == []
 
 
-def _header(**changes: Any) -> tuple[type[Frame], Callable[[Any], Frame]]:
-    return Header, lambda header: replace(header, **changes)
-
-
 WRONG: dict[str, tuple[type[Frame], Callable[[Any], Frame], str]] = {
-    "another chunk": (Chunk, lambda chunk: replace(chunk, index=chunk.index + 1), "expected chunk"),
-    "a longer pass": (*_header(num_bytes=2**60), "expected a pass"),
-    "another pass": (*_header(number=1), "expected a pass"),
-    "chunks that were not announced": (*_header(digest=bytes(32)), "announced"),
+    "a longer chunk": (Chunk, lambda chunk: Chunk(bytes(chunk.payload) + b"0"), "instead of"),
+    "chunks that were not announced": (Header, lambda header: Header(bytes(32)), "announced"),
     "a short grid": (Grid, lambda grid: Grid(grid.exponents[1:]), "a grid of"),
     "a step out of range": (Grid, lambda grid: Grid(bytes([110]) + grid.exponents[1:]), "out of range"),
     "Ready instead of a header": (Header, lambda header: Ready(), "expected Header"),

@@ -45,7 +45,7 @@ class Listener:
 
 
 def chunk(index: int) -> Chunk:
-    return Chunk(index, bytes(CHUNK_BYTES), b"")
+    return Chunk(bytes([index]) * CHUNK_BYTES)
 
 
 def made(*, lose: float = 0.0) -> tuple[MemoryNetwork, MemoryTransport, Listener]:

@@ -127,26 +127,16 @@ class Grid(_message.Message):
     def __init__(self, exponents: _Optional[bytes] = ...) -> None: ...
 
 class Header(_message.Message):
-    __slots__ = ("number", "num_chunks", "num_bytes", "digest")
-    NUMBER_FIELD_NUMBER: _ClassVar[int]
-    NUM_CHUNKS_FIELD_NUMBER: _ClassVar[int]
-    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("digest",)
     DIGEST_FIELD_NUMBER: _ClassVar[int]
-    number: int
-    num_chunks: int
-    num_bytes: int
     digest: bytes
-    def __init__(self, number: _Optional[int] = ..., num_chunks: _Optional[int] = ..., num_bytes: _Optional[int] = ..., digest: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, digest: _Optional[bytes] = ...) -> None: ...
 
 class Chunk(_message.Message):
-    __slots__ = ("index", "payload", "digest")
-    INDEX_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("payload",)
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
-    DIGEST_FIELD_NUMBER: _ClassVar[int]
-    index: int
     payload: bytes
-    digest: bytes
-    def __init__(self, index: _Optional[int] = ..., payload: _Optional[bytes] = ..., digest: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, payload: _Optional[bytes] = ...) -> None: ...
 
 class Received(_message.Message):
     __slots__ = ()
@@ -277,14 +267,12 @@ class Backward(_message.Message):
     def __init__(self, id: _Optional[_Union[MicrobatchId, _Mapping]] = ..., payload: _Optional[int] = ...) -> None: ...
 
 class Piece(_message.Message):
-    __slots__ = ("is_backward", "payload", "digest")
+    __slots__ = ("is_backward", "payload")
     IS_BACKWARD_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
-    DIGEST_FIELD_NUMBER: _ClassVar[int]
     is_backward: bool
     payload: bytes
-    digest: bytes
-    def __init__(self, is_backward: bool = ..., payload: _Optional[bytes] = ..., digest: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, is_backward: bool = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class Answer(_message.Message):
     __slots__ = ("id", "is_taken")
