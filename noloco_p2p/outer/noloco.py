@@ -175,8 +175,8 @@ class NoLoCo:
         parameters: FlatParameters | None = None,
         follows_caller: bool = False,
     ) -> None:
-        for name, function in (("meta", meta), ("on_swap", on_swap), ("loss", loss)):
-            if not (callable(function) or function is loss is None):
+        for name, function in (("meta", meta), ("on_swap", on_swap), *([("loss", loss)] if loss is not None else [])):
+            if not callable(function):
                 raise SettingsError(f"{name} must be a function, but it is a {type(function).__name__}")
         if not isinstance(save_every_s, int | float) or not save_every_s >= 0:
             raise SettingsError(f"save_every_s must be a number of seconds of at least 0, but it is {save_every_s!r}")

@@ -194,6 +194,7 @@ def test_weights_that_are_not_finite_replace_no_checkpoint(tmp_path: Path, caplo
     [
         ({"meta": {"scheduler": 1}}, "meta must be a function"),
         ({"on_swap": None}, "on_swap must be a function"),
+        ({"loss": 2.5}, "loss must be a function"),
         ({"meta": lambda: None}, "meta must return a dictionary, but it returned a NoneType"),
         ({"meta": lambda: [1, 2]}, "meta must return a dictionary, but it returned a list"),
     ],
