@@ -57,7 +57,7 @@ class DemoPeer:
         self.metrics: dict[str, Any] = {}  # the last ones that were reported, perhaps before it was killed
         self.peer_id = ""
         self.has_begun = self.has_finished = False
-        self._started_at_s = 0.0
+        self._events_before = 0  # of earlier processes
 
     def start(self, target: str, flags: str = "") -> None:
         """Start the peer. A peer that was killed resumes from its last checkpoint."""
@@ -66,7 +66,7 @@ class DemoPeer:
         arguments += [] if self.stage is None else ["--stage", str(self.stage)]
         self.folder.mkdir(exist_ok=True)
         self.has_begun = self.has_finished = False
-        self._started_at_s = time.time()
+        self._events_before = len(self.events())
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 with_parent(sys.executable, "-m", "noloco_p2p", *arguments),
@@ -89,12 +89,12 @@ class DemoPeer:
 
     def look(self) -> None:
         """Update what is known of the peer."""
-        for event in self.events():
+        for number, event in enumerate(self.events()):
             if event["event"] in ("report", "finished", "stopped"):
                 self.metrics = event
             if event["event"] == "started":
                 self.peer_id = event["peer_id"]
-            if event["time_s"] >= self._started_at_s:
+            if number >= self._events_before:
                 self.has_begun |= event["event"] == "started"
                 self.has_finished |= event["event"] == "finished"
 

@@ -503,7 +503,7 @@ class Spec(Section):
         """
         path = Path(path)
         try:
-            values = tomllib.loads(path.read_text(encoding="utf-8"))
+            values = tomllib.loads(path.read_text(encoding="utf-8-sig"))
         except FileNotFoundError:
             is_cut = path.name.startswith("noloco1")
             fix = "if it is a ticket, copy the whole ticket" if is_cut else f"run `noloco init {path}` to create it"

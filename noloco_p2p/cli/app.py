@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
+from pathlib import Path
 
 import typer
 
@@ -77,6 +79,9 @@ def run(arguments: list[str]) -> int:
     The exit codes are 0 (success), 1 (failure), 2 (wrong usage), 3 (invalid spec or settings), 4 (network unreachable)
     and 130 (interrupted). Typer itself reports wrong usage, and exits with 130 on Ctrl-C and with 1 on a closed pipe.
     """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # the caller has closed it, as `noloco join ... >&-` does
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115 - until the process ends
     sys.stdout, sys.stderr = PrintableStream.around(sys.stdout), PrintableStream.around(sys.stderr)
     everywhere = [argument for argument in arguments if argument in VERBOSITY]
     rest = [argument for argument in arguments if argument not in VERBOSITY]

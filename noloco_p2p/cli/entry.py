@@ -40,7 +40,7 @@ def resolve(text: str, *, timeout_s: float = FILE_TIMEOUT_S) -> str:
         try:
             if path.stat().st_size > MAX_FILE_BYTES:
                 raise SettingsError(f"{text} is too large for a ticket or an address ({path.stat().st_size} bytes)")
-            words = path.read_text(encoding="utf-8").split()
+            words = path.read_text(encoding="utf-8-sig").split()
         except FileNotFoundError:
             words = []
         except (OSError, UnicodeDecodeError) as error:

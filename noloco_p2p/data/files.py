@@ -11,6 +11,7 @@ the files that follow. They also use 330 MiB more memory per process, and read .
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import json
 from collections.abc import Callable, Iterator
@@ -69,12 +70,21 @@ def _lines(path: Path) -> Iterator[bytes | Fault]:
         number = 0
         while line := file.readline(MAX_LINE_BYTES):
             number += 1
+            if number == 1:
+                line = _unmarked(line)
             if len(line) < MAX_LINE_BYTES or line.endswith(b"\n"):
                 yield line
                 continue
             while line and not line.endswith(b"\n"):
                 line = file.readline(MAX_LINE_BYTES)
             yield Fault(str(path), number, f"the line is longer than {MAX_LINE_BYTES >> 20} MiB")
+
+
+def _unmarked(begin: bytes) -> bytes:
+    """Return the beginning of a file without the mark of UTF-8. Raises ValueError for the mark of UTF-16."""
+    if begin.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise ValueError("the file is UTF-16; convert it to UTF-8")
+    return begin.removeprefix(codecs.BOM_UTF8)
 
 
 def _texts(path: Path, text_field: str) -> Iterator[Row]:
@@ -102,7 +112,7 @@ def _texts(path: Path, text_field: str) -> Iterator[Row]:
 def _json_items(path: Path, text_field: str) -> Iterator[Any]:
     """Yield the lines of a file, or the items of its one JSON array, which is read as a whole."""
     with _opened(path) as file:
-        if file.read(64).lstrip()[:1] == b"[":
+        if _unmarked(file.read(64)).lstrip()[:1] == b"[":
             file.seek(0)
             yield from json.load(file)
             return

@@ -94,7 +94,7 @@ def accelerator() -> Check:
 
 def codec_speed(name: str = "int8") -> Check:
     """Measure the speed of encoding and decoding: the best of three measurements, in bytes of fp32 per second."""
-    codec, values = get_codec(name), torch.randn(CHUNK_ELEMENTS)
+    codec, values = get_codec(name), torch.randn(CHUNK_ELEMENTS, dtype=torch.float32, device="cpu")
     seconds = []
     for _ in range(3):
         began_s = time.perf_counter()

@@ -178,7 +178,7 @@ class Watcher:
         if known is None:
             self.members[new.peer_id] = Member(new, made_at_s, quiet_since_s=made_at_s)
             return
-        if new.sequence <= known.record.sequence:
+        if new.sequence == known.record.sequence:  # it may be lower after a clock was set back; the directory decides
             return
         for name in COUNTED:
             self._counts[name] += max(0, getattr(new.metrics, name) - getattr(known.record.metrics, name))

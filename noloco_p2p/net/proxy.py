@@ -28,6 +28,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from noloco_p2p.control import temporary_socket
 from noloco_p2p.errors import CorruptPayload
 from noloco_p2p.forks import kept_from_forks
 from noloco_p2p.hosts import ip_of, is_wildcard, network_of
@@ -260,7 +261,8 @@ class Proxy:
         Raises OSError if the port is in use, or if the host is not an address of this machine.
         """
         self._listener = _listening(host, port)
-        self._folder = Path(tempfile.mkdtemp(prefix="noloco-"))  # no other user can enter this folder
+        place = temporary_socket("noloco-12345678/1234567890").parents[1]  # where the paths of sockets are short enough
+        self._folder = Path(tempfile.mkdtemp(prefix="noloco-", dir=place))  # no other user can enter this folder
         return self._listener.getsockname()[1]
 
     @property

@@ -93,11 +93,11 @@ class GrpcServer:
         try:
             self.port = self._proxy.listen(host, port)
             self._server.add_insecure_port(f"unix:{self._proxy.behind}")
-        except (OSError, RuntimeError):
+        except (OSError, RuntimeError) as error:
             await self._proxy.close()
             raise SettingsError(
-                f"cannot listen on {host}:{port}: the port is in use, or you are not permitted to use it; "
-                "choose another port with --listen HOST:PORT"
+                f"cannot listen on {host}:{port}: {error}; if the port is in use or not permitted, choose another one "
+                "with --listen HOST:PORT"
             ) from None
         await self._server.start()
         self._proxy.open()

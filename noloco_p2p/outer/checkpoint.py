@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
 import torch
 from blake3 import blake3
 from safetensors import SafetensorError
@@ -375,7 +376,7 @@ def copied(files: Files) -> Files | None:
 def _copy(value: Tensor | Vector) -> Tensor:
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
-    whole = torch.empty(value.num_elements)
+    whole = torch.empty(value.num_elements, dtype=torch.float32, device="cpu")
     for start, stop in chunk_bounds(value.num_elements):
         whole[start:stop] = value.read(start, stop)
     return whole
@@ -401,8 +402,13 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor | Vector]) -> None:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in names:
             for part in _parts(tensors[name]):
-                values = part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-                file.write(values)  # pyright: ignore[reportArgumentType] - it has the buffer protocol
+                file.write(bytes_of(part))  # pyright: ignore[reportArgumentType] - it has the buffer protocol
+
+
+def bytes_of(values: Tensor) -> np.ndarray:
+    """Return the bytes of a tensor of any layout, without a copy of a contiguous one on the CPU."""
+    plain = values.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy()  # the stride of one element is arbitrary
 
 
 def _parts(value: Tensor | Vector) -> Iterator[Tensor]:

@@ -12,11 +12,13 @@ import torch
 from blake3 import blake3
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from noloco_p2p.codec import chunk_bounds
 from noloco_p2p.devices import has_own_memory, synchronize
 from noloco_p2p.errors import ModelError
 from noloco_p2p.gossip.layout import ModelLayout
+from noloco_p2p.outer.checkpoint import DTYPES, bytes_of
 
 T = TypeVar("T")
 
@@ -183,8 +185,18 @@ def _without_wrappers(named: Iterable[tuple[str, T]]) -> list[tuple[str, T]]:
 
 
 def check_values(model: nn.Module) -> None:
-    """Raise ModelError if a checkpoint could not hold a parameter or buffer of a model."""
-    for name, tensor in [*named_parameters(model), *named_buffers(model)]:
+    """Raise ModelError if a parameter or buffer of a model could not be changed, or held by a checkpoint."""
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance] - scripts are not type-checked
+        raise ModelError(f"the model must be an nn.Module, but it is a {type(model).__name__}")
+    buffers = named_buffers(model)
+    for name, buffer in buffers:
+        if buffer.dtype not in DTYPES:
+            raise ModelError(f"{name} is {buffer.dtype}, which a checkpoint cannot hold: register it as not persistent")
+    for name, tensor in [*named_parameters(model), *buffers]:
+        if is_lazy(tensor):
+            raise ModelError(f"{name} has no shape yet: run one batch through the model first")
+        if tensor.is_inference():
+            raise ModelError(f"{name} was created in inference mode and cannot change: create the model outside of it")
         if tensor.is_meta:
             raise ModelError(f"{name} is on the meta device and has no values: load or initialize the model first")
         if tensor.layout is not torch.strided:
@@ -195,5 +207,5 @@ def content_digest(values: Tensor) -> str:
     """Return the blake3 digest of the bytes of a tensor in its own dtype. The tensor may be on any device."""
     hasher = blake3()
     for chunk in values.detach().reshape(-1).split(HASHED_AT_ONCE):
-        hasher.update(chunk.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        hasher.update(bytes_of(chunk).tobytes())
     return hasher.hexdigest()

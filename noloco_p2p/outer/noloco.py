@@ -33,7 +33,7 @@ from noloco_p2p.outer import saved_state
 from noloco_p2p.outer.checkpoint import Checkpoint, Checkpoints, Saver, Vector, copied
 from noloco_p2p.outer.flat import FlatParameters, check_values
 from noloco_p2p.outer.mixing import Mixing, Swapped
-from noloco_p2p.outer.optimizer_state import InnerState, inner_state, is_skipped
+from noloco_p2p.outer.optimizer_state import InnerState, TorchOptimizers, inner_state, is_skipped
 from noloco_p2p.outer.plain_values import packed
 from noloco_p2p.outer.weights import WEIGHTS, Weights
 from noloco_p2p.spec import Spec
@@ -175,9 +175,11 @@ class NoLoCo:
         parameters: FlatParameters | None = None,
         follows_caller: bool = False,
     ) -> None:
-        for name, function in (("meta", meta), ("on_swap", on_swap), ("loss", loss)):
-            if not (callable(function) or function is loss is None):
+        for name, function in (("meta", meta), ("on_swap", on_swap), *([("loss", loss)] if loss is not None else [])):
+            if not callable(function):
                 raise SettingsError(f"{name} must be a function, but it is a {type(function).__name__}")
+        if not isinstance(save_every_s, int | float) or not save_every_s >= 0:
+            raise SettingsError(f"save_every_s must be a number of seconds of at least 0, but it is {save_every_s!r}")
         self.spec = peer.spec
         self.entered = False
         self.resumed: Checkpoint | None = None
@@ -327,6 +329,8 @@ class NoLoCo:
                 "parameters of the model were replaced, frozen or unfrozen after this NoLoCo was created: "
                 "create a new NoLoCo, because this one would swap the old parameters"
             )
+        if isinstance(self._inner, TorchOptimizers):
+            self._inner.check()
         if not self.weights.looks_finite():
             self._recover()
         self._catch_up()
@@ -483,7 +487,10 @@ class NoLoCo:
         }
 
     def _meta(self) -> dict[str, Any]:
-        meta = dict(self._user_meta())
+        meta = self._user_meta()
+        if not isinstance(meta, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] - scripts are not type-checked
+            raise SettingsError(f"meta must return a dictionary, but it returned a {type(meta).__name__}")
+        meta = dict(meta)
         if "outer" in meta:
             raise SettingsError("meta['outer'] is the place of NoLoCo's own position: use another key")
         return meta

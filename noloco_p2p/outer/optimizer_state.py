@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from noloco_p2p.errors import CheckpointError, ModelError
 from noloco_p2p.outer.flat import named_parameters
+from noloco_p2p.telemetry.console import counted
 
 log = logging.getLogger(__name__)
 
@@ -62,11 +63,14 @@ def inner_state(
 
 
 def _unwrapped(optimizer: object) -> Optimizer:
-    one: object = optimizer
+    """Return the innermost torch optimizer. It has the moments, and some wrappers call it without their own `step`."""
+    one, found = optimizer, None
     for _ in range(DEEPEST):
         if isinstance(one, Optimizer) and "_optimizer_step_post_hooks" in vars(one):
-            return one
+            found = one
         one = getattr(one, "optimizer", None) or getattr(one, "base_optimizer", None)
+    if found:
+        return found
     raise ModelError(
         f"the steps of {type(optimizer).__name__} cannot be counted, because it is not a torch optimizer: pass the "
         "torch optimizer inside it, or pass None and call `step` after each inner step"
@@ -78,16 +82,20 @@ class TorchOptimizers:
 
     def __init__(self, optimizers: Sequence[Optimizer], names: Mapping[str, Tensor]) -> None:
         """Wrap these optimizers. `names` maps names to the parameters of the model."""
-        own = {id(parameter) for parameter in names.values()}
-        num_foreign = sum(id(parameter) not in own for one in optimizers for parameter in _parameters(one))
+        self._optimizers = optimizers
+        self._names = names
+        self._own = {id(parameter) for parameter in names.values()}
+        self._is_warned = False
+        self.check()
+
+    def check(self) -> None:
+        """Raise ModelError if a parameter does not belong to the model. Groups can be added at any time."""
+        num_foreign = sum(id(each) not in self._own for one in self._optimizers for each in _parameters(one))
         if num_foreign:
             raise ModelError(
                 f"the optimizer trains {num_foreign} parameters that do not belong to the model and would not be "
                 "swapped: put all trained parameters into one model, such as an nn.ModuleDict"
             )
-        self._optimizers = optimizers
-        self._names = names
-        self._is_warned = False
 
     def state(self) -> dict[str, Tensor]:
         """Return the state and the hyperparameters.
@@ -95,6 +103,7 @@ class TorchOptimizers:
         A checkpoint that cannot be saved must not end training. So if a field of the state is neither a tensor nor a
         number, log a warning and return the hyperparameters alone.
         """
+        self.check()
         groups = dict(self._hyperparameters())
         try:
             return groups | flatten_optimizers(self._optimizers, self._names)
@@ -107,6 +116,15 @@ class TorchOptimizers:
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         moments = {key: value for key, value in tensors.items() if not key.startswith(GROUP)}
         restore_optimizers(self._optimizers, self._names, moments)
+        trained = {id(parameter) for one in self._optimizers for parameter in _parameters(one)}
+        held = {key.partition("/")[2] for key in moments}
+        if lost := sorted(name for name in held if id(self._names[name]) not in trained):
+            log.warning(
+                "the saved optimizer state of %s was not restored, because no optimizer trains %s yet: add all groups "
+                "of parameters before you create the NoLoCo",
+                counted(len(lost), "parameter"),
+                lost[0],
+            )
         groups = {
             f"{number}.{index}": group
             for number, optimizer in enumerate(self._optimizers)

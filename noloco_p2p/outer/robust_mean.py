@@ -53,8 +53,10 @@ def robust_mean(states: Mapping[str, Vector]) -> RobustMean:
     admitted = {peer: states[peer] for peer in distances}
     radius = MOST_MOVED * len(admitted)
     shortened = {peer: distance for peer, distance in distances.items() if distance > radius}
-    shares = torch.tensor([min(1.0, radius / max(each, radius)) for each in distances.values()])
-    weights = torch.empty(next(iter(states.values())).num_elements)
+    shares = torch.tensor(
+        [min(1.0, radius / max(each, radius)) for each in distances.values()], dtype=torch.float32, device="cpu"
+    )
+    weights = torch.empty(next(iter(states.values())).num_elements, dtype=torch.float32, device="cpu")
     for (start, stop), chunk in _chunks(admitted):
         if shortened:
             centre = _median(chunk)
@@ -84,7 +86,7 @@ def leave_out_far(states: Mapping[str, Vector]) -> tuple[dict[str, float], dict[
 
 def _distances(states: Mapping[str, Vector]) -> dict[str, float]:
     """Return the distance of each state from the coordinate-wise median, relative to the norm of the median."""
-    squares, length = torch.zeros(len(states), dtype=torch.float64), 0.0
+    squares, length = torch.zeros(len(states), dtype=torch.float64, device="cpu"), 0.0
     for _, chunk in _chunks(states):
         centre = _median(chunk)
         squares += (chunk - centre).square().sum(1, dtype=torch.float64)

@@ -106,4 +106,7 @@ def restore_buffers(buffers: Mapping[str, Tensor], saved: Mapping[str, Tensor]) 
             )
     with torch.no_grad():
         for name, buffer in buffers.items():
-            buffer.copy_(saved[name])
+            if any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True)):
+                buffer.data = saved[name].to(buffer.device, buffer.dtype, copy=True)  # its elements shared their memory
+            else:
+                buffer.copy_(saved[name])

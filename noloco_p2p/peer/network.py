@@ -239,6 +239,7 @@ class Network:
         self.pausing = Pausing()
         self.leaving = Event()
         self.fault: NolocoError | None = None
+        self._has_told_copy = False
         self.metrics_address = ""  # HOST:PORT of /metrics, if it is served
         self.identity = Identity.load_or_create(settings.state_dir / "identity.key")
         self.session = Session(self.identity, find_invitation(target, settings))
@@ -495,12 +496,24 @@ class Network:
         return self.reachability.addresses() if self._has_directory else ()
 
     def _on_copy(self, other: PeerRecord) -> None:
-        if self.fault is None:
-            where = ", ".join(other.addresses) or "another machine"
+        """Stop if the other process was started later, by the clocks of both machines, so that never both stop."""
+        where = ", ".join(other.addresses) or "another machine"
+        remedy = (
+            "Two peers must not use the same key: on one of the two machines, move "
+            f"{self._settings.state_dir / 'identity.key'} away, and run `noloco id` to create a new key"
+        )
+        if other.start < (self.session.started_at_ms, self.session.key_text):
+            if not self._has_told_copy:
+                self._has_told_copy = True
+                log.warning(
+                    "the key of this peer is also in use at %s by a peer that started earlier, which stops now. %s",
+                    where,
+                    remedy,
+                )
+        elif self.fault is None:
             self.fault = IdentityError(
                 f"the key of this peer is also in use at {where} by a peer that started later, so this peer is "
-                "stopping. Two peers must not use the same key: on one of the two machines, move "
-                f"{self._settings.state_dir / 'identity.key'} away, and run `noloco id` to create a new key"
+                f"stopping. {remedy}"
             )
             log.error("%s", self.fault)
             self.request_leave()

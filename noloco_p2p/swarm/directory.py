@@ -103,11 +103,11 @@ class SwarmDirectory:
     nothing, reads all buckets, and stays out of routing tables. A directory without `spec_digest` belongs to a
     bootstrap, which is a plain DHT node.
 
-    `on_copy` is called, possibly repeatedly, when a process that was started later with the same identity key announces
-    itself. Records for which `ignores` returns true are dropped, such as the records of peers that are banned or not
-    invited. If `relays` is true, this node relays calls to peers that cannot be dialled, and the relayed bytes count as
-    traffic of this machine. `own_addresses` returns the gRPC addresses of this peer. Raises DirectoryError if a
-    bootstrap is not a valid address.
+    `on_copy` is called, possibly repeatedly, when another process with the same identity key announces itself. Records
+    for which `ignores` returns true are dropped, such as the records of peers that are banned or not invited. If
+    `relays` is true, this node relays calls to peers that cannot be dialled, and the relayed bytes count as traffic of
+    this machine. `own_addresses` returns the gRPC addresses of this peer. Raises DirectoryError if a bootstrap is not a
+    valid address.
 
     `node` is the DHT node, which can also open streams of other protocols. `relay` is None if this node does not relay.
     `live`, `knows`, `stage_of`, `records` and `headcount` are thread-safe and do not wait.
@@ -388,7 +388,7 @@ class SwarmDirectory:
                 for bucket, entries in zip(buckets, stored, strict=True):
                     only_own = {key: value for key, value in entries.items() if key == self.peer_id}
                     for found in self._readable(bucket, only_own):
-                        if must_stop(own, found, self._copies):
+                        if is_copy(own, found, self._copies):
                             self._on_copy(found)
         try:
             await self.announce_now()
@@ -523,18 +523,15 @@ def _candidate(record: PeerRecord) -> Candidate:
     )
 
 
-def must_stop(own: PeerRecord, found: PeerRecord, heard: dict[str, int]) -> bool:
-    """Return whether this process must stop because a process that started later uses the same key.
+def is_copy(own: PeerRecord, found: PeerRecord, heard: dict[str, int]) -> bool:
+    """Return whether another live process uses the same key as this one.
 
     `own` is the record that this process announces, and `found` is a record that was read under its peer id. A record
     outlives its process, so a single record of another process does not prove that the key was copied, but a second,
-    newer record does; `heard` keeps the first one. The process that started later, by the clocks of both machines,
-    continues, and the other process stops. If the start times are equal, the session keys decide, so that the two
-    processes never both stop.
+    newer record does; `heard` keeps the first one.
     """
-    if found.peer_id != own.peer_id or found.session_key == own.session_key or found.state == "leaving":
-        return False
-    if (found.started_at_ms, found.session_key) < (own.started_at_ms, own.session_key):
+    is_old = found.start < own.start and found.sequence <= own.started_at_ms  # an earlier start has left it behind
+    if is_old or found.peer_id != own.peer_id or found.session_key == own.session_key or found.state == "leaving":
         return False
     if len(heard) > 16:
         heard.clear()
@@ -582,11 +579,13 @@ async def find_somebody(ticket: Ticket, directory: SwarmDirectory, *, timeout_s:
     if await directory.wait_for_peers(timeout_s):
         return
     failures = "; ".join(f"{named(peer)}: {why}" for peer, why in directory.dialer.failures().items())
+    silence = "a node answers, but no peer has announced itself, as scripts do when they create their NoLoCo"
+    advice = silence if directory.node.neighbours() else "ask for a new ticket"
     raise Unreachable(
         f"no live peer of run {ticket.run_name} was found within {timeout_s:.0f} s through "
         f"{', '.join(ticket.addresses) or 'a ticket without addresses'}"
         + (f" ({failures})" if failures else "")
-        + f"; {leads_to_itself(ticket, directory.peer_id) or 'ask for a new ticket'}"
+        + f"; {leads_to_itself(ticket, directory.peer_id) or advice}"
     )
 
 

@@ -69,6 +69,11 @@ class PeerRecord:
     name: str = ""  # chosen by the peer; it proves nothing
     paused_by: PausedBy = ""  # why it is paused
 
+    @property
+    def start(self) -> tuple[int, str]:
+        """Return when its process was started. Of two processes with one key, the one with the greater value stays."""
+        return self.started_at_ms, self.session_key
+
 
 # The JSON names of the fields of a record and of its metrics.
 KEYS = {

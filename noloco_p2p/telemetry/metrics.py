@@ -255,9 +255,9 @@ def is_text(value: object) -> bool:
 
 def _number(value: Any) -> float | None:
     """Return the number that a value is or holds, as a tensor or an array can, or None."""
-    with suppress(AttributeError, TypeError, ValueError, RuntimeError):
+    with suppress(AttributeError, TypeError, ValueError, RuntimeError, OverflowError):
         number = value if isinstance(value, int | float) else value.item()
-        return int(number) if isinstance(number, bool) else number if isinstance(number, int | float) else None
+        return float(number) if isinstance(number, int | float) else None
     return None
 
 

@@ -14,7 +14,6 @@ from transformers import (
     AutoTokenizer,
     ByT5Tokenizer,
     LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -248,12 +247,11 @@ def _llama(spec: ModelSpec, sequence_length: int) -> PreTrainedModel:
         num_key_value_heads=spec.num_kv_heads or spec.num_heads,
         max_position_embeddings=sequence_length,
         tie_word_embeddings=spec.tied_embeddings,
-        dtype=torch.float32,
         bos_token_id=None,
         eos_token_id=None,  # the tokenizer sets it on export
     )
     config._attn_implementation = ATTENTION
-    return LlamaForCausalLM(config)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # whatever the default dtype of a script
 
 
 def _named(spec: ModelSpec, source: ModelSource) -> PreTrainedModel:

@@ -115,12 +115,19 @@ class StageTrainer(TrainerBase):
             raise SettingsError(f"--stage {settings.stage}: {self._unfit[settings.stage]}")
         kept = [stage for stage in range(num_stages) if stage_folder(self.peer.run_folder, stage).is_dir()]
         if kept:
-            return max(kept, key=lambda stage: stage_folder(self.peer.run_folder, stage).stat().st_mtime)
+            return max(kept, key=self._held_at) if len(kept) > 1 else kept[0]
         if not self._fitting:
             raise SettingsError("this machine cannot hold any stage: " + "; ".join(self._unfit.values()))
         return draw_stage(
             self.peer.membership.members(), self._fitting, num_stages=num_stages, rng=random.SystemRandom()
         )
+
+    def _held_at(self, stage: int) -> float:
+        """Return the position in the run at which this peer last saved a stage. Unlike times, copying does not change
+        it.
+        """
+        newest = Checkpoints(stage_folder(self.peer.run_folder, stage)).newest()
+        return newest.meta["outer"]["progress"] if newest else -1.0
 
     def _build(self, compute: Compute, *, revives: bool) -> Stage:
         spec, settings = self.spec, self.peer.settings

@@ -67,7 +67,7 @@ class StageWork:
         The caller must drop the gradients that this leaves behind.
         """
         stage, shape = self.stage, self._shape
-        hidden = torch.randn(shape, device=stage.device)
+        hidden = torch.randn(shape, dtype=torch.float32, device=stage.device)
         tokens = torch.zeros(shape[:2], dtype=torch.long, device=stage.device)
         inputs = tokens if stage.is_head else hidden
         seconds: list[float] = []

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -36,6 +37,8 @@ from noloco_p2p.gossip.frames import (
 )
 from noloco_p2p.gossip.layout import MAX_LAYOUT_BYTES, ModelLayout
 from noloco_p2p.spec import OuterSpec, Spec
+
+log = logging.getLogger(__name__)
 
 NUM_SLOTS = 2  # each further upload would slow down the others and the donor's swaps
 STALLED_S = 30.0  # an upload that accepts no chunk for this long loses its slot to the next caller
@@ -79,16 +82,16 @@ class StateServer:
         self.spec = spec
         self.layout: ModelLayout | None = None
         self.saved: SavedState | None = None
-        self._too_old: SavedState | None = None  # a newcomer has asked for a newer one
+        self._too_old: object = ...  # the saved state, or None, when a newcomer asked for a newer one
         self._asked_at_s = 0.0
-        self._is_wanted = False
+        self._is_wanted = self._has_warned = False
         self._position = position
         self._clock = clock
         self._uploads: dict[object, float] = {}  # the time at which each upload began to send its last chunk
 
     def take_wanted(self) -> bool:
         """Return once whether a newcomer needs a newer state than the one that is served. The call is thread-safe."""
-        is_wanted, self._is_wanted = self._is_wanted, False
+        is_wanted, self._is_wanted = self._is_wanted and self._too_old is self.saved, False
         return is_wanted
 
     async def serve(self, want: FetchWant) -> AsyncGenerator[FetchItem]:
@@ -119,6 +122,8 @@ class StateServer:
 
     def _any(self) -> SavedState:
         if self.saved is None:
+            if self._position() > 0:  # at the start, newcomers begin with their own weights
+                self._want_newer()
             raise Refused("I have no saved state yet", code=RefuseCode.NO_STATE.name, retry_after_s=10.0)
         return self.saved
 
@@ -128,11 +133,18 @@ class StateServer:
         is_old = self.spec and self._position() - saved.manifest.progress > self.spec.furthest / 2
         if not is_old:
             return saved
-        if self._too_old is not saved:
-            self._too_old, self._asked_at_s, self._is_wanted = saved, now_s, True
+        self._want_newer()
         if now_s - self._asked_at_s > SAVING_S:
             return saved
         raise _busy("I am saving a newer state", retry_s=SAVING_RETRY_S)
+
+    def _want_newer(self) -> None:
+        """Ask training to save a state, once for each that is too old, and warn once if it does not."""
+        if self._too_old is not self.saved:
+            self._too_old, self._asked_at_s, self._is_wanted = self.saved, self._clock(), True
+        elif not self._has_warned and self._clock() - self._asked_at_s > SAVING_S:
+            self._has_warned = True
+            log.warning("newcomers wait for a newer state of this peer; a script with save_every_s=0 must call `save`")
 
     async def _chunks(self, saved: SavedState, indices: Sequence[int]) -> AsyncGenerator[FetchItem]:
         if any(later <= earlier for earlier, later in pairwise(indices)):

@@ -12,6 +12,7 @@ import pytest
 
 from noloco_p2p.demo import FEWEST_STEPS, Demo, DemoPeer, chaos, report_lines
 from noloco_p2p.errors import SettingsError, SpecError
+from noloco_p2p.telemetry.events import EventLog
 
 
 @pytest.mark.parametrize(
@@ -92,6 +93,23 @@ def test_the_report_of_a_run_with_stages_names_them_and_gives_inner_peers_no_los
     assert lines[2].split()[:3] == ["peer", "1", "1"]
     assert "->" not in lines[2]
     assert "merged model (mean of 2 peers, stage by stage): validation loss 1.300" in lines
+
+
+def test_a_clock_that_is_set_between_two_starts_confuses_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("noloco_p2p.demo.subprocess.Popen", lambda *args, **kwargs: SimpleNamespace(poll=lambda: None))
+    peer = DemoPeer(0, tmp_path, stage=None)
+    folder = peer.folder / "runs" / "demo"
+    folder.mkdir(parents=True)
+    for clock_s in (2e9, 1e9, 3e9):
+        monkeypatch.setattr("noloco_p2p.telemetry.events.time", SimpleNamespace(time=iter([clock_s] * 9).__next__))
+        peer.start("start")
+        peer.look()
+        assert not peer.has_begun, "what an earlier process wrote does not count"
+        EventLog(folder / "events.jsonl").write("started", peer_id="p")
+        peer.look()
+        assert peer.has_begun
 
 
 class Puppet(DemoPeer):

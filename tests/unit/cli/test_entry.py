@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -10,6 +12,7 @@ from harness.patience import PATIENCE_S
 from noloco_p2p.cli.app import run
 from noloco_p2p.cli.entry import MAX_FILE_BYTES, check_writable, resolve, write
 from noloco_p2p.errors import SettingsError
+from noloco_p2p.spec import TrainerSpec
 
 
 def test_a_secret_ticket_is_for_this_user_alone(tmp_path: Path) -> None:
@@ -22,6 +25,24 @@ def test_a_secret_ticket_is_for_this_user_alone(tmp_path: Path) -> None:
         assert resolve(f"@{file}", timeout_s=0) == "noloco1def"
     assert len([*tmp_path.iterdir()]) == 2
     assert resolve("run.toml") == "run.toml"
+
+
+def test_a_file_of_another_editor_may_begin_with_the_mark_of_utf8(tmp_path: Path) -> None:
+    file, spec = tmp_path / "ticket", tmp_path / "run.toml"
+    file.write_bytes(b"\xef\xbb\xbfnoloco1abc\r\n")
+    assert resolve(f"@{file}", timeout_s=0) == "noloco1abc"
+    assert run(["init", str(spec)]) == 0
+    expected = TrainerSpec.load(spec).digest()
+    spec.write_bytes(b"\xef\xbb\xbf" + spec.read_bytes().replace(b"\n", b"\r\n"))
+    assert TrainerSpec.load(spec).digest() == expected
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_command_runs_without_the_streams_that_its_caller_has_closed(tmp_path: Path, closed: str) -> None:
+    verb = f"-m noloco_p2p id --state-dir {tmp_path}"
+    done = subprocess.run(["sh", "-c", f"exec {sys.executable} {verb} {closed}"], capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert (tmp_path / "identity.key").exists()
 
 
 def test_a_file_that_comes_later_is_waited_for(tmp_path: Path) -> None:

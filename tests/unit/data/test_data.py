@@ -326,6 +326,14 @@ def test_a_json_array_null_texts_and_an_empty_file_are_fine(tmp_path: Path) -> N
     assert contents(MINE, f"{tmp_path}/*") == ["a", "b"]
 
 
+@pytest.mark.parametrize(
+    ("name", "content"), [("a.txt", "one"), ("a.jsonl", '{"text": "one"}'), ("a.json", '[\n{"text": "one"}\n]')]
+)
+def test_the_mark_of_utf8_is_no_text(tmp_path: Path, name: str, content: str) -> None:
+    (tmp_path / name).write_text(content, encoding="utf-8-sig")
+    assert contents(MINE, str(tmp_path / name)) == ["one"]
+
+
 def test_a_name_with_brackets_is_a_name(tmp_path: Path) -> None:
     write_json_lines(tmp_path / "part[1].jsonl", ["x"])
     assert contents(MINE, f"{tmp_path}/part[1].jsonl") == ["x"]

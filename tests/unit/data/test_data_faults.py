@@ -113,6 +113,13 @@ CASES: list[tuple[str, Callable[[Path], object], int, list[str]]] = [
     ("ids.parquet", write_table(input_ids=[5]), 0, ["line 1: field 'input_ids' is not a list of integers"]),
     ("bad.jsonl.gz", write_lines("no gzip"), 0, ["cannot be read: Not a gzipped file"]),
     ("cut.jsonl.gz", write_truncated_gzip, 200, ["cannot be read: Compressed file ended before the end-of-stream"]),
+    (
+        "wide.txt",
+        lambda path: path.write_text("a\n", encoding="utf-16"),
+        0,
+        ["the file is UTF-16; convert it to UTF-8"],
+    ),
+    ("wide.jsonl", lambda path: path.write_text(GOOD, encoding="utf-16"), 0, ["the file is UTF-16; convert it"]),
     ("bad.txt", write_lines("first", b"\xff\xfe", "last"), 1, ["line 2: not UTF-8 text"]),
     ("bad.parquet", write_lines("no parquet at all"), 0, ["cannot be read: Parquet magic bytes"]),
     ("footer.parquet", write_damaged_footer, 0, ["cannot be read: Couldn't deserialize thrift"]),

@@ -70,6 +70,13 @@ def test_a_peer_that_vanished_is_remembered_with_its_true_age_and_in_the_end_for
     assert [peer["peer_id"] for peer in made.peers] == [B.peer_id]
 
 
+def test_a_peer_whose_clock_went_back_is_followed_again_as_soon_as_the_directory_takes_its_records() -> None:
+    made = Watched(changed(A, sequence=2000, swaps=5))
+    made.look(changed(A, sequence=1000, swaps=7), at_s=130.0)
+    assert made.peers[0]["age_s"] == 0.0
+    assert made.lately["swaps"] == 2
+
+
 def test_an_old_record_seen_again_makes_nobody_younger() -> None:
     made = Watched(A)
     made.look(A, age_s=3.0, at_s=50.0)

@@ -154,8 +154,9 @@ def test_disjoint_views_of_one_vector_may_be_saved(tmp_path: Path) -> None:
         {"a": torch.arange(4.0).expand(3, 4)},
         {"a": (shared := torch.arange(10.0)), "b": shared},
         {"b": shared[:6], "a": shared[5:]},
+        {"a": torch.tensor([1 + 2j, 3 - 1j]).conj(), "b": torch.tensor([1 + 2j]).conj().imag},
     ],
-    ids=["transposed", "expanded", "the same", "overlapping"],
+    ids=["transposed", "expanded", "the same", "overlapping", "conjugated and negated"],
 )
 def test_buffers_of_any_layout_may_be_saved(tmp_path: Path, saved: dict[str, Tensor]) -> None:
     loaded = Checkpoint(Checkpoints(tmp_path).save(0, files={"x": saved}, meta={})).load("x")

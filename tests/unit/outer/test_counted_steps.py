@@ -219,6 +219,67 @@ def test_an_optimizer_of_foreign_parameters_is_refused(tmp_path: Path, swarm: Me
         NoLoCo(make_model(), [], swarm.peer("b", run_folder=tmp_path))
 
 
+def test_a_group_that_is_added_later_must_belong_to_the_model(
+    tmp_path: Path, swarm: MemorySwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("noloco_p2p.outer.noloco.LOOK_S", 0.0)
+    model = make_model()
+    optimizer = AdamW(model[0].parameters())
+    NoLoCo(model, optimizer, swarm.peer("a", run_folder=tmp_path), save_every_s=0)
+    optimizer.add_param_group({"params": [*model[1].parameters()]})
+    take_step(model, optimizer)
+    optimizer.add_param_group({"params": [*make_model().parameters()]})
+    with pytest.raises(ModelError, match="4 parameters that do not belong to the model"):
+        take_step(model, optimizer)
+
+
+def test_moments_of_a_group_that_is_added_after_a_restart_are_reported_as_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        with MemorySwarm(SPEC) as swarm:
+            model = make_model()
+            optimizer = AdamW(model[0].parameters())
+            outer = NoLoCo(model, optimizer, swarm.peer("a", run_folder=tmp_path), save_every_s=0)
+            optimizer.add_param_group({"params": [*model[1].parameters()]})
+            take_step(model, optimizer)
+            outer.save()
+    assert (
+        caplog.text.count("optimizer state of 2 parameters was not restored, because no optimizer trains 1.bias") == 1
+    )
+
+
+class Sharpness(Optimizer):
+    """A wrapper like that of SAM: it is a torch optimizer itself, and scripts call other methods than `step`."""
+
+    def __init__(self, base: Optimizer) -> None:
+        self.base_optimizer = base
+        super().__init__(base.param_groups, {})
+
+    def second_step(self) -> None:
+        self.base_optimizer.step()
+
+
+def test_the_optimizer_inside_another_one_is_counted_and_kept(tmp_path: Path) -> None:
+    moments: list[Tensor] = []
+    for _ in range(2):
+        with MemorySwarm(SPEC) as swarm:
+            model = make_model()
+            wrapper = Sharpness(SGD(model.parameters(), lr=0.1, momentum=0.9))
+            outer = NoLoCo(model, wrapper, swarm.peer("a", run_folder=tmp_path), save_every_s=0)
+            if outer.resumed:
+                assert outer.num_steps == 2
+                assert torch.equal(
+                    wrapper.base_optimizer.state[next(model.parameters())]["momentum_buffer"], moments[0]
+                )
+                return
+            for _ in range(2):
+                backward(model)
+                wrapper.second_step()
+            moments.append(wrapper.base_optimizer.state[next(model.parameters())]["momentum_buffer"].clone())
+            outer.save()
+
+
 def test_an_optimizer_whose_state_is_no_tensor_trains_all_the_same(
     tmp_path: Path, swarm: MemorySwarm, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import cast
 
 import pytest
@@ -54,6 +55,16 @@ def holding(**tensors: Tensor) -> nn.Module:
     return model
 
 
+def coded() -> Tensor:
+    with warnings.catch_warnings(action="ignore"):
+        return torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
+
+
+@torch.inference_mode()
+def inferred() -> nn.Module:
+    return nn.Linear(2, 2)
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
@@ -62,6 +73,10 @@ def holding(**tensors: Tensor) -> nn.Module:
         (holding(buffer=torch.zeros(2, device="meta")), "buffer is on the meta device"),
         (holding(buffer_of_few=torch.eye(2).to_sparse()), r"buffer_of_few is stored as torch.sparse_coo"),
         (holding(small=torch.zeros(2).to(torch.float8_e4m3fn)), r"small is torch.float8_e4m3fn"),
+        (holding(buffer_of_codes=coded()), r"buffer_of_codes is torch.qint8, which a checkpoint cannot hold"),
+        (nn.LazyLinear(3), "weight has no shape yet: run one batch through the model"),
+        (inferred(), "weight was created in inference mode"),
+        (cast(nn.Module, [nn.Linear(2, 2)]), "must be an nn.Module, but it is a list"),
         (holding(a=(shared := torch.zeros(6)), b=shared[2:]), "a and b share memory"),
     ],
     ids=lambda value: value.split(" is ")[-1] if isinstance(value, str) else "",

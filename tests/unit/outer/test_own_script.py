@@ -88,6 +88,24 @@ def test_a_script_that_trains_to_the_end_may_close(tmp_path: Path, total_steps: 
         outer.close()  # there is nobody to swap with
 
 
+def test_a_buffer_of_any_layout_comes_back(tmp_path: Path) -> None:
+    for value in (1.0, 0.0):
+        model = make_model()
+        model.register_buffer("mask", torch.full((1,), value).expand(2, 3))
+        model.register_buffer("sign", torch.full((2,), value * 1j).conj())
+        with MemorySwarm(SPEC) as swarm:
+            outer = NoLoCo(model, None, swarm.peer("a", run_folder=tmp_path), save_every_s=0)
+            outer.save()
+        assert torch.equal(model.get_buffer("mask"), torch.ones(2, 3))
+        assert torch.equal(model.get_buffer("sign"), torch.full((2,), -1j))
+
+
+@pytest.mark.parametrize("seconds", ["600", None, -1, math.nan])
+def test_an_interval_that_is_no_time_is_refused(tmp_path: Path, seconds: Any) -> None:
+    with MemorySwarm(SPEC) as swarm, pytest.raises(SettingsError, match="save_every_s must be a number of seconds"):
+        NoLoCo(make_model(), None, swarm.peer("a", run_folder=tmp_path), save_every_s=seconds)
+
+
 def test_one_peer_trains_one_model(tmp_path: Path) -> None:
     with MemorySwarm(SPEC) as swarm:
         peer = swarm.peer("a", run_folder=tmp_path)
@@ -171,9 +189,18 @@ def test_weights_that_are_not_finite_replace_no_checkpoint(tmp_path: Path, caplo
         assert found.path == saved
 
 
-@pytest.mark.parametrize("wrong", [{"meta": {"scheduler": 1}}, {"on_swap": None}])
-def test_what_is_no_function_is_refused_before_training(wrong: dict[str, Any], tmp_path: Path) -> None:
-    with MemorySwarm(SPEC) as swarm, pytest.raises(SettingsError, match=f"{next(iter(wrong))} must be a function"):
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"meta": {"scheduler": 1}}, "meta must be a function"),
+        ({"on_swap": None}, "on_swap must be a function"),
+        ({"loss": 2.5}, "loss must be a function"),
+        ({"meta": lambda: None}, "meta must return a dictionary, but it returned a NoneType"),
+        ({"meta": lambda: [1, 2]}, "meta must return a dictionary, but it returned a list"),
+    ],
+)
+def test_what_is_no_function_is_refused_before_training(wrong: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with MemorySwarm(SPEC) as swarm, pytest.raises(SettingsError, match=message):
         NoLoCo(make_model(), None, swarm.peer("a", run_folder=tmp_path), **wrong)
 
 

@@ -57,6 +57,21 @@ def test_the_same_seed_gives_the_same_bits_and_another_one_does_not() -> None:
     assert first[0] != other[0]
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_default_dtype_of_a_script_changes_no_bit(dtype: torch.dtype) -> None:
+    plan = Plan(3, churn=Churn(lose=0.2))
+    expected, others = run(plan)
+    _material.cache_clear()
+    torch.set_default_dtype(dtype)
+    try:
+        result, made = run(plan)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        _material.cache_clear()
+    assert result == expected
+    assert torch.equal(weights(made), weights(others))
+
+
 def test_a_clean_swarm_learns_and_stays_together() -> None:
     (result, _), (alone, _) = (run(Plan(4, churn=Churn(absent=absent))) for absent in (0.0, 1.0))
     assert result.loss < result.curve[0].loss

@@ -38,6 +38,7 @@ def test_whole_numbers_missing_values_and_nan_stay_what_they_are() -> None:
     [
         ("loss", "2.5", "metrics.loss must be one number, but it was set to a str"),
         ("loss", torch.ones(2), "metrics.loss must be one number, but it was set to a Tensor"),
+        ("loss", 10**400, "metrics.loss must be one number"),
         ("loss", [2.5], "metrics.loss must be one number, but it was set to a list"),
         ("tokens", 2.5, "metrics.tokens must be a whole number of at least 0, but it was set to 2.5"),
         ("tokens", -1, "metrics.tokens must be a whole number of at least 0, but it was set to -1"),

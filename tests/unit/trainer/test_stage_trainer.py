@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -77,6 +79,21 @@ def test_a_stage_goes_on_from_its_checkpoint_bit_for_bit(stage: int, tmp_path: P
         assert torch.equal(second.inner_step.state()[name], moment), name
     assert second.outer.progress == first.outer.progress
     assert second._meta()["data"] == first._meta()["data"]
+
+
+def test_a_copied_folder_goes_on_with_the_stage_that_was_held_last(tmp_path: Path) -> None:
+    """The times of files in a copy say nothing. A folder without a checkpoint is that of a start that was killed."""
+    for stage, progress in ((1, 0.2), (0, 0.3)):
+        with MemorySwarm(SPEC) as swarm:
+            trainer = trainer_of(swarm, tmp_path / "old", stage=stage)
+            trainer.outer.progress = progress
+            assert trainer._save()
+    stage_folder(tmp_path / "old", 2).mkdir()
+    for stage in (0, 1, 2):
+        shutil.copytree(stage_folder(tmp_path / "old", stage), stage_folder(tmp_path / "new", stage))
+    os.utime(stage_folder(tmp_path / "new", 0), (0, 0))
+    with MemorySwarm(SPEC) as swarm:
+        assert trainer_of(swarm, tmp_path / "new").stage == 0
 
 
 def other(stage: int, progress: float) -> Candidate:

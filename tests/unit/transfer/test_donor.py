@@ -70,6 +70,28 @@ async def test_a_newcomer_waits_for_a_state_that_is_not_far_behind(tmp_path: Pat
     assert not states.take_wanted()
 
 
+async def test_a_donor_that_never_saves_is_told_once_that_newcomers_wait(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    position, now_s = 0.0, 0.0
+    states = StateServer(SPEC, position=lambda: position, clock=lambda: now_s)
+
+    async def refused() -> bool:
+        with pytest.raises(Refused, match="no saved state yet"):
+            await listed(states.serve(WantManifest()))
+        return states.take_wanted()
+
+    assert not await refused(), "at the start, newcomers begin with their own weights"
+    position = 0.1
+    assert [await refused(), await refused()] == [True, False]
+    assert not caplog.text
+    now_s = SAVING_S + 1
+    assert [await refused(), await refused()] == [False, False]
+    assert caplog.text.count("a script with save_every_s=0 must call `save`") == 1
+    states.saved = saved(tmp_path)
+    assert not states.take_wanted()
+
+
 async def test_a_third_newcomer_is_refused_until_a_slot_is_free(tmp_path: Path) -> None:
     states = StateServer(SPEC)
     states.saved = saved(tmp_path)
