@@ -298,7 +298,6 @@ class Membership:
                     target=target,
                     newer_than=newer_than,
                     live=net.live_peers.live,
-                    patience_s=math.inf,
                     on_progress=report,
                 )
                 manifest = net.thread.call(fetching, timeout_s, leaving=net.leaving)
