@@ -16,7 +16,7 @@ BUDGETS = {
     "noloco_p2p/data/**/*.py": 1_400,
     "noloco_p2p/doctor/**/*.py": 400,
     "noloco_p2p/flow/**/*.py": 1_600,
-    "noloco_p2p/gossip/**/*.py": 2_150,
+    "noloco_p2p/gossip/**/*.py": 2_200,
     "noloco_p2p/integrations/**/*.py": 400,
     "noloco_p2p/monitor/**/*.py": 850,
     "noloco_p2p/net/**/*.py": 2_650,

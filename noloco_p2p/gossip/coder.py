@@ -73,7 +73,7 @@ class Coder:
             _exponent_above(distances * STEP_OVER_DISTANCE), _exponent_above(self._magnitudes[place]) - FINEST
         )
         exponents.clamp_min_(LOWEST_EXPONENT)
-        exponents[(distances == 0) | (exponents > HIGHEST_EXPONENT)] = UNKNOWN
+        exponents[(distances == 0) | distances.isinf() | (exponents > HIGHEST_EXPONENT)] = UNKNOWN
         return exponents.to(torch.int8).numpy().tobytes()
 
     def learn(self, blocks: range, distances: Tensor, magnitudes: Tensor) -> None:

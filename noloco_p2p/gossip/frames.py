@@ -28,9 +28,12 @@ MAX_CHUNKS_PER_REQUEST = 16_384  # covers 16 GiB of state with a list of 48 KiB;
 Payload = bytes | memoryview  # a payload from the network is a view of the message
 
 
-def pass_digest(payloads: Iterable[Payload]) -> bytes:
-    """Return the BLAKE3 digest of all payloads of a pass, one after another."""
-    digest = blake3()
+def pass_digest(sender: str, payloads: Iterable[Payload]) -> bytes:
+    """Return the BLAKE3 digest of the sender's peer id and all payloads of a pass, one after another.
+
+    With the id, nobody can announce and send what its partner announces and sends.
+    """
+    digest = blake3(sender.encode())
     for payload in payloads:
         digest.update(payload)
     return digest.digest()

@@ -40,6 +40,7 @@ ROUND_TRIPS = 10  # in which it travels at least
 # Partners whose current swaps end further apart than this share of a slice's time would leave a link idle
 # (benchmarks/link_use.py).
 MOST_APART = 0.25
+MOST_FURTHEST = 2  # times the distance at which an honest peer refuses; both train on while an offer travels
 HELD_UP = 4  # times the usual duration of a swap: a longer one costs its partner as many credits
 SWAP_ID_BYTES = 16
 REMEMBERED_ANSWERS = 256
@@ -250,7 +251,8 @@ class Gossip:
             case Accept(hello, standing, part):
                 if hello.peer_id != partner or other_kind(self._outside.hello(), hello):
                     raise CorruptPayload("its answer names another peer or run", peer=partner)
-                if not _is_possible(standing):
+                apart = abs(standing.progress - self._exchange.progress)
+                if not _is_possible(standing) or apart > MOST_FURTHEST * self._outside.spec.furthest:
                     raise CorruptPayload("its position in the run is impossible", peer=partner)
                 if (
                     not 0 <= part.first < part.first + part.count <= len(told)
@@ -323,27 +325,39 @@ class Gossip:
 
     async def _accept(self, stream: FrameStream, offer: Offer) -> Refuse | None:
         """Run a swap if there is a slot and a slice for it. Otherwise, return a refusal."""
-        caller, told_step = offer.hello.peer_id, self._exchange.step
+        caller, told_step, has_given_way = offer.hello.peer_id, self._exchange.step, False
         if self._ask_task and not self._ask_task.done():
             # Of two offers, that of the higher peer id counts, so that no circle of peers can wait.
             if caller > self._outside.hello().peer_id:
-                self._ask_task.cancel()
+                if refusal := self._occupied(offer):
+                    return refusal
+                has_given_way = self._ask_task.cancel()
             elif caller == self._asking:
                 return Refuse(RefuseCode.CROSSED, "we have made offers to each other, and mine counts")
             await asyncio.wait({self._ask_task}, timeout=HOLD_S)
-        if self.state != "training" or self._asking or not self._may_agree():
+        if self._asking:
+            return Refuse(RefuseCode.BUSY, "I have a partner", self._busy_retry_s())
+        if refusal := self._occupied(offer):
+            return refusal
+        part = self._ages.choose(offer.ages, self._exchange.step, at_most=min(offer.at_most, self._at_most()))
+        if not part:
+            if has_given_way:  # nobody can end the offers of this peer for nothing
+                self._pairing.shares.swapped(caller)
+            return Refuse(RefuseCode.BUSY, "other swaps carry all slices that we could swap", self._busy_retry_s())
+        self._ages.begin(part)
+        swap = self._agree(stream, offer.swap_id, caller, offer.standing, part, told_step=told_step)
+        await self._swap(swap, first=Accept(self._outside.hello(), self._standing(), part))
+        return None
+
+    def _occupied(self, offer: Offer) -> Refuse | None:
+        """Return the reason to refuse an offer if there is no slot for it, even without an offer of this peer."""
+        if self.state != "training" or not self._may_agree():
             return Refuse(RefuseCode.BUSY, "I have a partner", self._busy_retry_s())
         if (missing := self._missing_steps()) > 0:
             retry_s = max(self._busy_retry_s(), missing * self._exchange.step_s)
             return Refuse(RefuseCode.BUSY, "my swaps would take too much time", retry_s)
         if abs(offer.standing.free_in_s - self._free_in_s()) > MOST_APART * self._slice_s():
             return Refuse(RefuseCode.BUSY, "we would wait too long for each other", 0.0)
-        part = self._ages.choose(offer.ages, self._exchange.step, at_most=min(offer.at_most, self._at_most()))
-        if not part:
-            return Refuse(RefuseCode.BUSY, "other swaps carry all slices that we could swap", self._busy_retry_s())
-        self._ages.begin(part)
-        swap = self._agree(stream, offer.swap_id, caller, offer.standing, part, told_step=told_step)
-        await self._swap(swap, first=Accept(self._outside.hello(), self._standing(), part))
         return None
 
     async def _refusal(self, offer: Frame) -> Refuse | None:

@@ -20,6 +20,7 @@ from noloco_p2p.gossip.seams import Candidate
 
 FAILED_RETRY_S = 10.0  # before an unreachable peer is asked again
 LEAST_RETRY_S, MOST_RETRY_S = 0.05, 2.0  # before a peer that refused is asked again; doubles with each refusal
+MANY_REFUSALS = 32  # in a row, after which a peer counts as away until its next swap
 MAX_REMEMBERED = 4096
 FAIR_SHARES = 1.35  # above one because pairs are random, so some honest peers meet more often
 START = 2.0  # initial balance of an account, in swaps
@@ -68,9 +69,9 @@ class Pairing:
         if code in FINAL:
             self._incompatible[peer_id] = code.name
             return
-        if code in (RefuseCode.NOT_TRAINING, RefuseCode.STALE):
-            self._away[peer_id] = code
         times = self._refusals[peer_id] = self._refusals.get(peer_id, 0) + 1
+        if code in (RefuseCode.NOT_TRAINING, RefuseCode.STALE) or times >= MANY_REFUSALS:
+            self._away[peer_id] = code
         # A random delay that grows separates peers that keep refusing each other.
         apart_s = min(MOST_RETRY_S, LEAST_RETRY_S * 2.0 ** min(times - 1, 10)) * self._rng.uniform(0.5, 1.5)
         self._wait(peer_id, now_s + max(0.0, retry_after_s) + apart_s)

@@ -180,7 +180,7 @@ class Swap:
     async def _send_pass(self, coding: Coding, number: int, indices: list[int]) -> None:
         def encode() -> tuple[list[Payload], bytes]:
             payloads = coding.encode(number, indices)
-            return payloads, pass_digest(payloads)
+            return payloads, pass_digest(self._outside.hello().peer_id, payloads)
 
         try:
             payloads, digest = await self._while_alive(self.elsewhere(encode))
@@ -246,7 +246,9 @@ class Swap:
             coding = await self._coding
             indices = [*range(len(coding.chunks))] if indices is None else indices
             payloads = await self._receive_pass(coding, number, indices)
-            indices = await self.elsewhere(_checked, coding, number, indices, payloads, header.digest)
+            if await self.elsewhere(pass_digest, self.partner, payloads) != header.digest:
+                raise CorruptPayload("the chunks are not those that the header announced")
+            indices = await self.elsewhere(coding.check, number, indices, payloads)
             self._failed.put_nowait(indices)
             number += 1
 
@@ -308,14 +310,6 @@ class Swap:
         with contextlib.suppress(PeerError, TimeoutError):  # the partner is gone
             sentence = str(error) if isinstance(error, PeerError) else "this peer ended the swap"
             await asyncio.wait_for(self._send(Abort(code, sentence)), self._deadlines.farewell_s)
-
-
-def _checked(
-    coding: Coding, number: int, indices: Sequence[int], payloads: Sequence[Payload], digest: bytes
-) -> list[int]:
-    if pass_digest(payloads) != digest:
-        raise CorruptPayload("the chunks are not those that the header announced")
-    return coding.check(number, indices, payloads)
 
 
 async def send_within(timeout_s: float, stream: FrameStream, frame: Frame, *, peer: str) -> None:

@@ -18,6 +18,7 @@ from noloco_p2p.spec import OuterSpec, Spec
 from noloco_p2p.telemetry.metrics import Metrics
 
 SMOOTHING = 0.1  # weight of a new swap in the metrics
+MOST_APART = 2.0  # that counts: the distance of opposite vectors, relative to their length; liars can be anywhere
 CLOSING_MORE = 3  # mixings after log2(N), which reduce what is left of the squared distance to an eighth
 
 
@@ -145,7 +146,7 @@ class Mixing:
         distance = halves.distance / usual
         exchange.applied(swap, seconds=self._cpu_clock() - began_s)
         metrics = self._metrics
-        metrics.apart = _smoothed(metrics.apart, distance / math.sqrt(2))
+        metrics.apart = _smoothed(metrics.apart, min(distance, MOST_APART) / math.sqrt(2))
         metrics.age_steps = _smoothed(metrics.age_steps, age_steps)
         metrics.judged_pieces += halves.num_pieces
         metrics.clipped_pieces += halves.num_clipped

@@ -64,6 +64,7 @@ class Membership:
         self._network = network
         self._catch_up_again_s = 0.0
         self._ask_again_s = 0.0
+        self._asked: Future[Sequence[Candidate]] | None = None
         self._loss_of: Callable[[Path], float] | None = None
         self._has_model = Event()  # from `enter` on
         self._losses: list[float] = []  # of states that have been refused
@@ -224,11 +225,10 @@ class Membership:
         In a run with stages, these are peers with the same stage. Unlike the directory, the result contains no dead
         peers. Raises Left.
         """
+        return self._answer(self._ask_for_positions())
 
-        async def ask() -> Sequence[Candidate]:
-            return await ask_for_positions(self._network.transport, self._network.live_peers.live())
-
-        return self._answer(ask())
+    async def _ask_for_positions(self) -> Sequence[Candidate]:
+        return await ask_for_positions(self._network.transport, self._network.live_peers.live())
 
     def rescue(self, *, target: Path) -> StateManifest | None:
         """Fetch the state of a live peer into `target`, because this peer's own weights are lost."""
@@ -280,12 +280,15 @@ class Membership:
 
         Records can be as old as one heartbeat. In a short run, the swarm can advance in that time by more than two
         partners may be apart. So a peer that was refused because of its position asks some others for theirs.
-        It does so rarely, because anybody can send such a refusal, and training waits for the answers. Raises Left.
+        It does so rarely, because anybody can send such a refusal, and a later call finds the answers, because a peer
+        that does not answer must not stop training. Raises Left.
         """
         live = self._network.live_peers.mates()
         if time.monotonic() >= self._ask_again_s and self._network.service.take_refused_as_stale():
             self._ask_again_s = time.monotonic() + CATCH_UP_AGAIN_S
-            live = self.answering()
+            self._asked = self._network.thread.begin(self._ask_for_positions())
+        if self._asked and self._asked.done():
+            live, self._asked = self._asked.result(), None
         middle = median(positions(live) or [0.0])  # the median decides, so a minority has no effect
         if middle - progress <= self._network.spec.furthest:
             return []
@@ -330,7 +333,6 @@ class Membership:
                     target=target,
                     newer_than=newer_than,
                     live=net.live_peers.live,
-                    patience_s=math.inf,
                     on_progress=report,
                 )
                 manifest = net.thread.call(fetching, timeout_s, leaving=net.leaving)

@@ -55,6 +55,10 @@ class NetworkThread:
             future.cancel()
             raise
 
+    def begin(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Run a coroutine on the thread, and do not wait for it."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
     def stop(self) -> None:
         self.has_stopped = True
         self.loop.call_soon_threadsafe(self.loop.stop)

@@ -55,6 +55,7 @@ RETRY_S = (1.0, 30.0)  # the bounds of the pause before a busy donor is asked ag
 WINDOW_S = 60.0  # over which a rate is measured
 ASSUMED_BYTES_PER_S = 1e6  # the rate of a donor that has not been measured
 SLOW = 0.25  # a donor is left if its rate is less than this share of the rate of another donor
+FAILED_RETRY_S = 30.0  # before a donor that gave nothing is asked again while others are busy
 PATIENCE_S = 600.0  # without a chunk, while all donors are busy
 CHUNKS_PER_CALL = MAX_CHUNKS_PER_REQUEST
 POSITIONS_ASKED = 5  # peers that are asked for their position
@@ -63,6 +64,7 @@ POSITION_S = 5.0  # the time that each peer has to answer
 DIGEST_BYTES = 32
 # A donor's state is older than the losses that peers announce, and a newcomer has other data. Random weights are worse.
 MOST_ABOVE = 0.5  # nats
+NUM_ALIKE = 3  # states that have been refused for their loss before another one like the best of them is accepted
 KEPT_FOR_S = 3600.0  # after that, the chunks would be too old to be combined with new ones
 
 
@@ -71,7 +73,8 @@ class Admission:
 
     `layout` is that of this peer's own model. `live` returns the live peers in the directory. `check_file` checks a
     whole file, and raises CheckpointError with the reason. `loss_of` returns the loss of the state in a file on this
-    peer's own data. `losses` holds those of the states that have been refused for it, also from earlier fetches.
+    peer's own data. `losses` holds those of the states that have been refused for it since the last state was
+    accepted, also from earlier fetches.
     `refused` holds, by peer id, why a state was not fetched.
     """
 
@@ -107,20 +110,22 @@ class Admission:
         """Raise CheckpointError if the state in a file is not valid, or much worse than those of the other peers.
 
         The loss of a state may be 0.5 nats above the median of the losses that live peers announce. If this peer's data
-        is harder than that of the others, all states seem worse. So it may also be 0.5 nats above the loss of a state
-        that has been refused.
+        is harder than that of the others, all states seem worse. So once three states have been refused, it may also be
+        0.5 nats above the lowest of their losses. Liars can answer before all honest peers, which may be saving.
         """
         await asyncio.to_thread(self._check_file, path)
         usual = [each.loss for each in self._live() if each.loss is not None and math.isfinite(each.loss)]
         if not self._loss_of or not usual:
             return
         loss = await asyncio.to_thread(self._loss_of, path)
-        if not loss <= max([median(usual), *self._losses]) + MOST_ABOVE:
+        alike = [min(self._losses)] if len(self._losses) >= NUM_ALIKE else []
+        if not loss <= max([median(usual), *alike]) + MOST_ABOVE:
             if math.isfinite(loss):
                 self._losses.append(loss)
             raise CheckpointError(
                 f"its loss on this peer's data is {loss:.3g}, but the median of the swarm is {median(usual):.3g}"
             )
+        self._losses.clear()
 
     async def check_position(self, progress: float) -> None:
         """Check the position that a donor claims against the records of live peers. Raises CheckpointError.
@@ -188,7 +193,7 @@ class _TooSlow(PeerError):
 @dataclass(eq=False, slots=True)
 class _Donor:
     peer: Candidate
-    bytes_per_s: float = ASSUMED_BYTES_PER_S
+    bytes_per_s: float = ASSUMED_BYTES_PER_S  # 0 if it could not be asked or gave nothing
     ask_at_s: float = 0.0  # a busy donor is not asked before
 
 
@@ -208,9 +213,10 @@ async def fetch_state(
 
     One donor is asked at a time, the fastest first. Donors that have not been measured are asked in the order of
     `peers`, followed by the peers that `live` lists at that time. Busy donors are asked again until one has a free
-    slot, or until no chunk has arrived for `patience_s`. A donor that turns out to be slow is left if another may be
-    much faster. If a connection breaks or a donor dies, the verified chunks are kept. If this program dies, they are
-    kept in `target` for an hour. A state that fails `admission` is discarded.
+    slot, or until no chunk has arrived for `patience_s`. Meanwhile, donors that gave nothing are asked again. A donor
+    that turns out to be slow is left if another may be much faster. If a connection breaks or a donor dies, the
+    verified chunks are kept. If this program dies, they are kept in `target` for an hour. A state that fails
+    `admission` is discarded.
 
     A donor serves the last state that it saved, whose progress must exceed `newer_than`. `on_progress` is called with
     the number of verified bytes and the total.
@@ -230,7 +236,9 @@ async def fetch_state(
         new = [peer for peer in live() if can_give(peer) and peer.peer_id not in known]
         known.update(peer.peer_id for peer in new)
         donors.extend(map(_Donor, new))
-        return [donor for donor in donors if donor.ask_at_s <= clock()]
+        # Those that gave nothing are asked again, because one that is always busy could keep this peer from the others.
+        may_give = any(donor.bytes_per_s for donor in donors)
+        return [donor for donor in donors if may_give and donor.ask_at_s <= clock()]
 
     def is_slow(donor: _Donor) -> bool:
         return donor.bytes_per_s < SLOW * max((other.bytes_per_s for other in free_donors()), default=0.0)
@@ -243,7 +251,7 @@ async def fetch_state(
     while True:
         free = free_donors()
         if not free:
-            if not donors or clock() - moved_s > patience_s:
+            if not any(donor.bytes_per_s for donor in donors) or clock() - moved_s > patience_s:
                 return None
             if not num_waits:
                 log.info("all peers that can give their state are busy; waiting until one has a free slot")
@@ -280,11 +288,15 @@ async def fetch_state(
             if isinstance(error, Refused) and error.code == RefuseCode.BUSY.name:
                 least, most = RETRY_S
                 donor.ask_at_s = clock() + max(least, min(error.retry_after_s, most))
+                donor.bytes_per_s = donor.bytes_per_s or ASSUMED_BYTES_PER_S
                 donors.append(donor)
             elif isinstance(error, _TooSlow):
                 donors.append(donor)
             elif kept.done_bytes > began_bytes:  # the connection broke; another donor is asked first
-                donor.bytes_per_s = 0.0
+                donor.bytes_per_s = 1.0
+                donors.append(donor)
+            else:
+                donor.bytes_per_s, donor.ask_at_s = 0.0, clock() + FAILED_RETRY_S
                 donors.append(donor)
         else:
             kept.finish()

@@ -284,11 +284,20 @@ def test_a_newcomer_notices_false_weights_on_its_own_data(tmp_path: Path, caplog
     assert f"from {LIAR}: its loss on this peer's data is 9, but the median of the swarm is 2" in caplog.text
 
 
-def test_a_newcomer_whose_data_is_harder_takes_the_second_honest_state(tmp_path: Path) -> None:
+def test_a_newcomer_whose_data_is_harder_takes_the_fourth_honest_state(tmp_path: Path) -> None:
     crowd = crowd_with(tmp_path, LIES["nan"])
     crowd.candidates[:] = [replace(peer, loss=2.0) for peer in crowd.candidates if peer.peer_id != LIAR]
     assert asyncio.run(enter(crowd, tmp_path / "fetched", newer_than=-1.0, loss_of=lambda path: 5.0))
-    assert torch.equal(load_file(tmp_path / "fetched")["weights"], honest(1))
+    assert torch.equal(load_file(tmp_path / "fetched")["weights"], honest(3))
+
+
+@pytest.mark.parametrize("losses", [[11.0, 11.0, 11.0], [30.0, 30.0, 2.6, 11.0]], ids=["three", "one far worse"])
+def test_no_state_is_accepted_because_worse_ones_were_refused(losses: list[float], tmp_path: Path) -> None:
+    crowd = crowd_with(tmp_path, None)
+    crowd.candidates[:] = [replace(peer, loss=2.0) for peer in crowd.candidates]
+    found = iter([*losses, 2.1])
+    assert asyncio.run(enter(crowd, tmp_path / "fetched", newer_than=-1.0, loss_of=lambda path: next(found)))
+    assert torch.equal(load_file(tmp_path / "fetched")["weights"], honest(len(losses)))
 
 
 def test_who_spoils_a_part_of_a_state_does_not_bring_the_next_donor_into_disrepute(tmp_path: Path) -> None:

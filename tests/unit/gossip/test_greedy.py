@@ -47,3 +47,16 @@ def test_who_holds_others_up_is_a_partner_no_more() -> None:
     assert after > 0.2 * before  # and without that charge, hardly any
     # It begins with credit for two swaps, and each takes the time of dozens of others.
     assert all(trainer.counts.failures["slow"] <= 4 for trainer in besieged)
+
+
+class SpoilingGossip(GreedyGossip):
+    """A peer with the highest peer id, whose offers are never accepted, because its current swap never ends."""
+
+    def _free_in_s(self) -> float:
+        return 1e6
+
+
+def test_offers_that_are_refused_anyway_end_no_offers_of_others() -> None:
+    peaceful, besieged = run_virtual(train(Gossip, num_steps=30)), run_virtual(train(SpoilingGossip, num_steps=30))
+    before, after = (sum(len(trainer.swaps) for trainer in trainers) for trainers in (peaceful, besieged))
+    assert after > 0.7 * before

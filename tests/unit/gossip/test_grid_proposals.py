@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -66,7 +67,7 @@ def test_the_step_is_about_as_long_as_the_last_distance(distance: float) -> None
 def test_a_grid_is_not_finer_than_fp32_and_not_out_of_range() -> None:
     assert after(1e-15, value=1.0) == 1 - 24
     assert after(1e-36, value=0.0) == -100
-    assert after(1e35) == UNKNOWN
+    assert after(1e35) == after(math.inf) == UNKNOWN
 
 
 def test_nothing_is_known_before_a_swap_and_from_equal_peers() -> None:

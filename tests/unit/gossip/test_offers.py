@@ -11,7 +11,7 @@ from harness.swap_swarm import SPEC, Swarm, profile
 
 from noloco_p2p.errors import PeerError
 from noloco_p2p.gossip.frames import Accept, Alive, Frame, Hello, Offer, Refuse, RefuseCode, Slice, Standing
-from noloco_p2p.gossip.pairing import FAILED_RETRY_S, MOST_RETRY_S, START, Pairing
+from noloco_p2p.gossip.pairing import FAILED_RETRY_S, MANY_REFUSALS, MOST_RETRY_S, START, Pairing
 from noloco_p2p.gossip.seams import Candidate, FrameStream
 from noloco_p2p.simulate.clock import run_virtual
 from noloco_p2p.testing.memory import MemoryStream
@@ -95,6 +95,29 @@ def test_an_offer_is_refused_with_the_reason(offer: Frame, options: dict[str, ob
     assert answer.sentence
 
 
+def test_who_accepts_from_far_away_is_no_partner() -> None:
+    """An honest peer would have refused the offer. Alone with this one, a liar could end its run."""
+
+    async def main() -> str:
+        swarm = Swarm([profile(1.0)] * 2, num_elements=30_000)
+        trainer, other = swarm.trainers
+
+        async def accepts(stream: FrameStream) -> None:
+            offer = await stream.receive(5.0)
+            assert isinstance(offer, Offer)
+            hello = Hello(other.name, SPEC.name, SPEC.digest())
+            await stream.send(Accept(hello, Standing(1.0, 1.0, 0.0), Slice(offer.ages.index(1), 1)))
+
+        other.service.on_swap = accepts  # pyright: ignore[reportAttributeAccessIssue]
+        await trainer.begin()
+        await asyncio.sleep(1.0)
+        await trainer.service.stop()
+        await swarm.network.close()
+        return trainer.counts.last_failure
+
+    assert "its position in the run is impossible" in run_virtual(main())
+
+
 def test_one_swap_at_a_time_until_it_moves() -> None:
     first, second = answers(OFFER, replace(OFFER, swap_id=b"2" * 16), hangs_up=False)
     assert isinstance(first, Accept)
@@ -153,12 +176,16 @@ def test_who_has_had_more_than_its_share_is_drawn_only_when_there_is_nobody_else
     assert drawn(pairing, live[:1]) == {"greedy"}
 
 
-def test_made_up_records_do_not_shrink_the_share_of_honest_peers() -> None:
+@pytest.mark.parametrize("is_busy", [False, True], ids=["silent", "always busy"])
+def test_made_up_records_do_not_shrink_the_share_of_honest_peers(is_busy: bool) -> None:
     """Nine tenths of the records lead nowhere. The honest peers can still swap with each other all the time."""
     pairing, real = Pairing(random.Random(1)), candidates(*(f"real-{number}" for number in range(4)))
     live = real + candidates(*(f"made-up-{number}" for number in range(36)))
     for peer in live[4:]:
-        pairing.failed(peer.peer_id, 0.0)
+        for _ in range(MANY_REFUSALS if is_busy else 0):
+            pairing.refused(peer.peer_id, RefuseCode.BUSY, retry_after_s=0.0, now_s=0.0)
+        if not is_busy:
+            pairing.failed(peer.peer_id, 0.0)
     for number in range(100):
         pairing.began(real[number % 4].peer_id, live, num_live=41)
     assert not any(pairing.shares.owes(peer.peer_id) for peer in real)

@@ -12,6 +12,7 @@ import pytest
 from harness.swap_swarm import Swarm, Trainer, profile
 
 from noloco_p2p.gossip.frames import Accept, Chunk, Frame, Grid, Header, Offer, Ready, Received
+from noloco_p2p.gossip.seams import FrameStream
 from noloco_p2p.simulate.clock import run_virtual
 from noloco_p2p.testing.faults import Fault, Faults, flip_bit
 
@@ -110,3 +111,34 @@ def test_nothing_is_sent_to_a_partner_that_has_not_committed_to_its_slice() -> N
     end = run(Faults(Header, "drop", again=True), is_second=True, num_steps=8)
     assert end.faulty.counts.bytes_sent > 0
     assert end.honest.counts.bytes_sent == 0
+
+
+class Mirror:
+    """A stream of a liar that announces what its partner announces, and then sends what its partner sends."""
+
+    def __init__(self, stream: FrameStream) -> None:
+        self._stream, self.peer = stream, stream.peer
+        self._heard: asyncio.Queue[Frame] = asyncio.Queue()
+
+    async def send(self, frame: Frame) -> None:
+        await self._stream.send(await self._heard.get() if isinstance(frame, (Header, Chunk)) else frame)
+
+    async def receive(self, timeout_s: float) -> Frame:
+        frame = await self._stream.receive(timeout_s)
+        if isinstance(frame, (Header, Chunk)):
+            self._heard.put_nowait(frame)
+        return frame
+
+    async def close(self) -> None:
+        await self._stream.close()
+
+
+def test_nobody_can_send_back_what_its_partner_sends() -> None:
+    async def main() -> Trainer:
+        swarm = Swarm(LINKS, num_elements=NUM_ELEMENTS, codec="int8", wrap=[lambda stream: stream, Mirror])
+        await swarm.run(8)
+        return swarm.trainers[0]
+
+    honest = run_virtual(main())
+    assert honest.swaps == []
+    assert any("announced" in told for told in honest.corrupt)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
+from concurrent import futures
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -91,6 +92,8 @@ def catch_up(others: Others, *, num_tries: int = 1, is_told_stale: bool = False,
     with membership_to(others, is_told_stale=is_told_stale, fetch=fetch) as made:
         for _ in range(num_tries):
             assert made.catch_up(progress=OWN, target=Path("nowhere")) is None
+            if made._asked:
+                futures.wait([made._asked], 10.0)
 
 
 @contextmanager
@@ -131,8 +134,23 @@ def test_who_is_reached_by_a_tunnel_alone_gives_its_state_to_the_thread_that_tra
 
 
 def test_who_was_refused_for_its_place_asks_where_the_others_are() -> None:
-    donors = asked_of(Others(recorded=NEAR, told=FAR), is_told_stale=True)
+    donors = asked_of(Others(recorded=NEAR, told=FAR), is_told_stale=True, num_tries=5)
     assert {(donor.peer_id, donor.progress) for donor in donors} == {("a", FAR), ("b", FAR)}
+
+
+def test_training_does_not_wait_for_those_who_are_asked() -> None:
+    others, answered = Others(recorded=NEAR, told=NEAR), threading.Event()
+
+    async def status(candidate: Candidate, *, timeout_s: float) -> PeerStatus:
+        await asyncio.to_thread(answered.wait)
+        raise TimedOut("no answer")
+
+    others.status = status
+    with membership_to(others, is_told_stale=True, fetch=cast(Any, None)) as made:
+        assert made.catch_up(progress=OWN, target=Path("nowhere")) is None
+        assert made._asked
+        assert not made._asked.done()
+        answered.set()
 
 
 def test_one_refusal_moves_nobody() -> None:

@@ -298,6 +298,23 @@ def test_who_comes_to_the_swarm_meanwhile_is_asked_too(fetching: Fetching) -> No
     assert len(busy.asked) == 2
 
 
+def test_one_that_is_always_busy_does_not_keep_a_newcomer_from_the_others(
+    fetching: Fetching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other donor has no state at first, as at the beginning of a run."""
+    monkeypatch.setattr(fetch, "FAILED_RETRY_S", 0.05)
+    first = iter([True])
+
+    async def has_none_at_first(items: AsyncGenerator[FetchItem]) -> AsyncGenerator[FetchItem]:
+        async for item in items:
+            if next(first, None):
+                raise Refused("I have no saved state yet", code=RefuseCode.NO_STATE.name)
+            yield item
+
+    (_, data), _ = fetching.donor(1, has_none_at_first), fetching.donor(2, refused_first(1000))
+    assert fetching.run()[1] == data
+
+
 def test_donors_that_stay_busy_are_given_up_where_the_caller_has_no_deadline(fetching: Fetching) -> None:
     fetching.donor(1, refused_first(1000))
     assert fetching.run(patience_s=0.05)[0] is None
