@@ -117,7 +117,7 @@ def is_found(rng: random.Random) -> bool:
     """Return whether both peers have applied the same swaps, and the receiver of a wrong bit has noticed it."""
 
     async def main() -> bool:
-        flip = flip_bit(rng.randrange(1 << 15), digest_fits=rng.random() < 0.5)
+        flip = flip_bit(rng.randrange(1 << 15))
         faults = Faults(Chunk, flip, nth=rng.randrange(1, 12))
         swarm = Swarm(LINKS, num_elements=NUM_ELEMENTS, wrap=[lambda stream: stream, faults])
         await swarm.run(NUM_STEPS)

@@ -116,7 +116,7 @@ def _parsed_as(message: type, read: Callable[..., object]) -> Callable[[bytes], 
 
 def _flow_frame_seeds() -> tuple[bytes, ...]:
     ticket = MicrobatchTicket(MicrobatchId(ME.peer_id, 7), 0.25, 30, signature=bytes(64))
-    seeds = (Want(ticket, 1.5, ("sink",)), Forward(ticket.id, 1.5, 300), Piece(True, b"x", bytes(16)))
+    seeds = (Want(ticket, 1.5, ("sink",)), Forward(ticket.id, 1.5, 300), Piece(True, b"x"))
     return tuple(map(flow_wire.encode, (*seeds, FlowHello(HELLO, 1))))
 
 

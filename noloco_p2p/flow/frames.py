@@ -71,7 +71,7 @@ class Credit:
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """The encoded activations of a microbatch. `payload` is None if they arrived damaged or a gate refused them."""
+    """The encoded activations of a microbatch. `payload` is None if a gate refused them."""
 
     id: MicrobatchId
     remaining_s: float
@@ -82,7 +82,7 @@ class Forward:
 class Backward:
     """The encoded gradient of the loss, summed over tokens.
 
-    `payload` is None if it arrived damaged or a gate refused it.
+    `payload` is None if a gate refused it.
     """
 
     id: MicrobatchId

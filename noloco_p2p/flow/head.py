@@ -284,7 +284,7 @@ class Head(Node[Flight]):
     def _forward(self, peer: str, forward: Forward) -> bool:
         """Handle a microbatch that the last stage returns.
 
-        Its slot was reserved at launch, so it is refused only if it was given up, arrived damaged, or took another
+        Its slot was reserved at launch, so it is refused only if it was given up, refused by a gate, or took another
         path.
         """
         flight = self.trips.get(forward.id)

@@ -132,7 +132,7 @@ class Replica(Node[Visit]):
             return False
         if visit.forward:  # repeated
             self._links.send(peer, Answer(id, is_taken=True))
-        elif forward.payload is None:  # it has arrived damaged
+        elif forward.payload is None:  # a gate refused it
             self._drop(peer, id)
             visit.upstream = ""
             visit.abandon()

@@ -26,11 +26,12 @@ ANSWER_MORE_S = 10.0  # for which a call from the training thread may take longe
 class Halves:
     """The half-differences of a swap, as they are added to the weights.
 
-    `values` is an fp32 tensor on the CPU. `distance` is the root mean square of the differences to the partner, and
-    `magnitude` that of this peer's own weights. `num_clipped` of `num_pieces` pieces have been clipped.
+    `values` is an fp32 tensor on the CPU. `moved` is its root mean square, `distance` that of the differences to the
+    partner, and `magnitude` that of this peer's own weights. `num_clipped` of `num_pieces` pieces have been clipped.
     """
 
     values: Tensor
+    moved: float = 0.0
     distance: float = 0.0
     magnitude: float = 0.0
     num_pieces: int = 0

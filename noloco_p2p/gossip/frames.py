@@ -19,7 +19,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 
-import xxhash
 from blake3 import blake3
 
 PROTOCOL_VERSION = "1.0"  # peers with the same major version are compatible
@@ -35,15 +34,6 @@ def pass_digest(payloads: Iterable[Payload]) -> bytes:
     for payload in payloads:
         digest.update(payload)
     return digest.digest()
-
-
-def chunk_digest(payload: Payload) -> bytes:
-    """Return a 16-byte digest of a piece of activations: XXH3-128 with seed 0, big-endian.
-
-    It detects transmission errors. A cryptographic digest would be ten times slower and would not help against
-    malicious senders, who can compute a matching digest of any kind.
-    """
-    return xxhash.xxh3_128_digest(payload)
 
 
 class RefuseCode(IntEnum):

@@ -2,7 +2,7 @@
 
 Without a limit, a peer that constantly makes offers to everybody would be this peer's partner most of the time. So this
 peer keeps an account for each authenticated peer id. A swap costs one credit, regardless of who made the offer. Each
-swap of this peer adds 1.5 / (live - 1) credits to every account. Offers from a peer with less than one credit are
+swap of this peer adds 1.35 / (live - 1) credits to every account. Offers from a peer with less than one credit are
 refused. A swap that holds this peer up costs as much as the swaps that it could have made meanwhile.
 
 This peer draws all other peers with equal probability, except that a peer with a negative balance is drawn only if
@@ -21,7 +21,7 @@ from noloco_p2p.gossip.seams import Candidate
 FAILED_RETRY_S = 10.0  # before an unreachable peer is asked again
 LEAST_RETRY_S, MOST_RETRY_S = 0.05, 2.0  # before a peer that refused is asked again; doubles with each refusal
 MAX_REMEMBERED = 4096
-FAIR_SHARES = 1.5  # the limit is above one because pairs are random, so some honest peers meet more often
+FAIR_SHARES = 1.35  # above one because pairs are random, so some honest peers meet more often
 START = 2.0  # initial balance of an account, in swaps
 MOST = 4.0
 LEAST = -2.0

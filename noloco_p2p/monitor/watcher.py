@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from noloco_p2p.monitor.notices import WINDOW_S, notices
@@ -30,6 +30,7 @@ LEAVING_FOR_S = 20.0  # after being in the state "leaving" for this long, a peer
 FORGET_AFTER_S = 3600.0
 MAX_PEERS = 20_000
 MAX_MEETINGS = 5_000
+MAX_PARTNERS = 16  # of one peer, whose last report of a swap with it counts
 WINDOW_STEP_S = 10.0
 COUNTED = ("swaps", *FAILED)  # over the last WINDOW_S
 SUMMED = ("capacity", "queue", "microbatches", "lost_microbatches", "late_microbatches")  # over the peers of a stage
@@ -64,6 +65,13 @@ class Member:
     record: PeerRecord
     made_at_s: float
     quiet_since_s: float
+    moved: dict[str, float] = field(default_factory=dict)  # how far this peer's slices moved others, by their reports
+
+    def moved_another(self, peer_id: str, moved: float) -> None:
+        self.moved.pop(peer_id, None)
+        self.moved[peer_id] = moved
+        if len(self.moved) > MAX_PARTNERS:
+            del self.moved[next(iter(self.moved))]
 
     def row(self, *, now_s: float) -> dict[str, Any]:
         """Describe the peer as JSON values. This is the row that monitors show."""
@@ -75,6 +83,7 @@ class Member:
             "state": record.state,
             "paused_by": record.paused_by if record.state == "paused" else "",
             **{name: getattr(record.metrics, name) for name in RECORDED},
+            "moves_others": median(self.moved.values()) if self.moved else None,
             "failed": record.metrics.failed,
             "reachability": record.reachability,
             "addresses": list(record.addresses),
@@ -176,6 +185,8 @@ class Watcher:
         has_swapped = new.metrics.swaps > known.record.metrics.swaps
         if has_swapped and new.metrics.last_partner:
             self.meetings.append((made_at_s, new.peer_id, new.metrics.last_partner))
+            if (partner := self.members.get(new.metrics.last_partner)) and new.metrics.moved is not None:
+                partner.moved_another(new.peer_id, new.metrics.moved)
         if has_swapped or new.state != "training":
             known.quiet_since_s = made_at_s
         known.record, known.made_at_s = new, made_at_s

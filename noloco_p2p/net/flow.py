@@ -18,7 +18,7 @@ from typing import Any
 from noloco_p2p.errors import CorruptPayload, DirectoryError, PeerError, Refused, TimedOut, Unreachable
 from noloco_p2p.flow.frames import Backward, Forward, Frame, Mark, Want
 from noloco_p2p.flow.node import Node
-from noloco_p2p.gossip.frames import Hello, Refuse, RefuseCode, chunk_digest
+from noloco_p2p.gossip.frames import Hello, Refuse, RefuseCode
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.identity import short_id
 from noloco_p2p.net import convert, flow_wire
@@ -55,7 +55,6 @@ class Arriving:
     frame: Forward | Backward
     since_s: float
     data: bytearray = field(default_factory=bytearray)
-    is_whole: bool = True
 
 
 class FlowLink:
@@ -105,7 +104,7 @@ class FlowLink:
             urgency = BACKWARD if is_backward else FORWARD
             self._queue(urgency, replace(frame, payload=payload.nbytes), since_s)
             for begin in range(0, payload.nbytes, PIECE_BYTES):
-                self._queue(urgency, Piece(is_backward, payload[begin : begin + PIECE_BYTES], b""), since_s)
+                self._queue(urgency, Piece(is_backward, payload[begin : begin + PIECE_BYTES]), since_s)
         elif self._num_control < MAX_QUEUED:
             self._num_control += 1
             self._queue(CONTROL, frame, since_s)
@@ -156,8 +155,6 @@ class FlowLink:
                 self._num_control -= 1
                 if self._num_control < PAUSE_QUEUED:
                     self._few_queued.set()
-            if isinstance(frame, Piece):
-                frame = replace(frame, digest=chunk_digest(frame.payload))
             data = flow_wire.encode(self._aged(frame, since_s))
 
     async def _read_all(self) -> None:
@@ -187,7 +184,7 @@ class FlowLink:
     def _taken(self, frame: WireFrame) -> Frame | None:
         """Return a complete frame, or None while its payload is incomplete.
 
-        The payload is None if a digest was wrong. Raises CorruptPayload for what no honest peer sends.
+        Raises CorruptPayload for what no honest peer sends.
         """
         match frame:
             case Forward() | Backward():
@@ -205,13 +202,11 @@ class FlowLink:
                 expected = min(PIECE_BYTES, whole - len(arriving.data))
                 if len(piece) != expected:
                     raise CorruptPayload(f"a piece has {len(piece)} bytes instead of {expected}")
-                arriving.is_whole &= chunk_digest(piece) == frame.digest
                 arriving.data += piece
                 if len(arriving.data) < whole:
                     return None
                 del self._arriving[is_backward]
-                payload = memoryview(arriving.data) if arriving.is_whole else None
-                return replace(self._aged(arriving.frame, arriving.since_s), payload=payload)
+                return replace(self._aged(arriving.frame, arriving.since_s), payload=memoryview(arriving.data))
             case FlowHello() | Refuse():
                 raise CorruptPayload("received a FlowHello or Refuse after the start of the stream")
             case _:

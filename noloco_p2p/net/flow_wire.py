@@ -33,14 +33,10 @@ class FlowHello:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The next PIECE_BYTES of the payload that the last Backward or Forward announced, or all that remain.
-
-    `digest` comes from `chunk_digest`.
-    """
+    """The next PIECE_BYTES of the payload that the last Backward or Forward announced, or all that remain."""
 
     is_backward: bool
     payload: bytes | memoryview
-    digest: bytes
 
 
 WireFrame = FlowHello | Refuse | Piece | Frame

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from typing import TypeVar
 
@@ -128,6 +129,18 @@ class FlatParameters:
             for start, stop in chunk_bounds(flat.numel()):
                 self.write(offset + start, flat[start:stop])
         self.flush()
+
+    @contextmanager
+    def replaced(self, vector: Tensor) -> Iterator[None]:
+        """Let the model compute with a flat fp32 vector on the CPU, which is copied only if the model differs."""
+        own = [(param, param.data) for _, param in self.named]
+        try:
+            for (_, param), values in zip(self.named, self.by_name(vector).values(), strict=True):
+                param.data = values.to(param)
+            yield
+        finally:
+            for param, values in own:
+                param.data = values
 
     def pieces(self, start: int, stop: int, *, is_written: bool = False) -> Iterator[tuple[Tensor, slice]]:
         """Yield the parts of the parameters that form elements [start, stop), with their places in it."""

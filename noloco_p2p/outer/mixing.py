@@ -141,14 +141,15 @@ class Mixing:
             self._positions.note(swap.partner, swap.progress, trained=told / total)
             self.progress = self._positions.move(self.progress, trained=trained, share=share, num_live=swap.num_live)
         self._mean_square = _smoothed(self._mean_square, halves.magnitude**2)
-        distance = halves.distance / math.sqrt(self._mean_square or 1.0)
+        usual = math.sqrt(self._mean_square or 1.0)
+        distance = halves.distance / usual
         exchange.applied(swap, seconds=self._cpu_clock() - began_s)
         metrics = self._metrics
         metrics.apart = _smoothed(metrics.apart, distance / math.sqrt(2))
         metrics.age_steps = _smoothed(metrics.age_steps, age_steps)
         metrics.judged_pieces += halves.num_pieces
         metrics.clipped_pieces += halves.num_clipped
-        metrics.last_partner = swap.partner
+        metrics.last_partner, metrics.moved = swap.partner, halves.moved / usual
         return Swapped(swap.partner, share, age_steps, swap.seconds, distance)
 
 

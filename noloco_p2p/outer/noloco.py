@@ -35,7 +35,7 @@ from noloco_p2p.outer.flat import FlatParameters, check_values
 from noloco_p2p.outer.mixing import Mixing, Swapped
 from noloco_p2p.outer.optimizer_state import InnerState, inner_state, is_skipped
 from noloco_p2p.outer.plain_values import packed
-from noloco_p2p.outer.weights import Weights
+from noloco_p2p.outer.weights import WEIGHTS, Weights
 from noloco_p2p.spec import Spec
 from noloco_p2p.telemetry.console import duration
 from noloco_p2p.telemetry.metrics import Metrics
@@ -54,10 +54,13 @@ ANSWERING_S = 3.0  # without an offer, after which a peer that needs no more clo
 class Membership(Protocol):
     """The network services that the outer step needs."""
 
-    def enter(self, *, layout: ModelLayout, target: Path | None) -> StateManifest | None:
+    def enter(
+        self, *, layout: ModelLayout, target: Path | None, loss_of: Callable[[Path], float] | None = None
+    ) -> StateManifest | None:
         """Announce which model this peer trains.
 
-        If `target` is given, fetch the state of a live peer into that file.
+        If `target` is given, fetch the state of a live peer into that file. `loss_of` returns the loss of the state in
+        a file on this peer's own data, so that a state that is much worse than those of the others is refused.
         """
         ...
 
@@ -141,6 +144,10 @@ class NoLoCo:
         meta: A function that is called for each checkpoint. It returns a dictionary of plain values that the caller
             needs after a restart, such as the state of a scheduler. `resumed.meta` then holds equal values. Raises
             SettingsError for values that a checkpoint cannot hold.
+        loss: A function that returns the loss of the model on a batch of this peer's own data. A newcomer, or a peer
+            that fetches a state later, calls it with that state in the model, on another thread. If the loss is more
+            than 0.5 nats above the median of the losses that other peers announce, it asks the next donor. If this is
+            None, a fetched state is not checked in this way.
         on_swap: A function that is called for each swap that has been applied, within `optimizer.step()` or `step()`.
         parameters: An object that reads and writes the parameters of a model that is not entirely on one device.
         follows_caller: If True, the caller sets `progress`, the position in the schedule. Steps and swaps do not change
@@ -163,12 +170,13 @@ class NoLoCo:
         save_every_s: float = 600.0,
         checkpoints: Checkpoints | None = None,
         meta: Callable[[], Mapping[str, Any]] = dict,
+        loss: Callable[[], float] | None = None,
         on_swap: Callable[[Swapped], None] = lambda swap: None,
         parameters: FlatParameters | None = None,
         follows_caller: bool = False,
     ) -> None:
-        for name, function in (("meta", meta), ("on_swap", on_swap)):
-            if not callable(function):
+        for name, function in (("meta", meta), ("on_swap", on_swap), ("loss", loss)):
+            if not (callable(function) or function is loss is None):
                 raise SettingsError(f"{name} must be a function, but it is a {type(function).__name__}")
         self.spec = peer.spec
         self.entered = False
@@ -181,6 +189,7 @@ class NoLoCo:
         self._save_every_s = save_every_s
         self._checkpoints = checkpoints or Checkpoints(peer.run_folder / "checkpoints")
         self._user_meta = meta
+        self._loss = loss
         self._on_swap = on_swap
         self._saver = Saver()
         self._saved_at_s = -math.inf
@@ -485,7 +494,8 @@ class NoLoCo:
         layout = self.weights.parameters.model_layout
         self.resumed = self._checkpoints.newest() if resume is True else None
         target = self._peer.run_folder / FETCHED_FILE if self.resumed is None and isinstance(resume, bool) else None
-        manifest = self._peer.membership.enter(layout=layout, target=target)
+        loss_of = self._loss_of if self._loss else None
+        manifest = self._peer.membership.enter(layout=layout, target=target, loss_of=loss_of)
         if self.resumed:
             self._resume(self.resumed)
         elif not isinstance(resume, bool):
@@ -495,6 +505,12 @@ class NoLoCo:
             self._place = {"progress": manifest.progress, "steps": 0}
             self.entered = True
         self._peer.metrics.progress = self._place["progress"]
+
+    def _loss_of(self, path: Path) -> float:
+        """Return the loss with the state in a file. The model keeps its own weights."""
+        assert self._loss
+        with self.weights.parameters.replaced(load_file(path)[WEIGHTS]):
+            return float(self._loss())
 
     def _catch_up(self) -> None:
         """Take over the swarm's state if this peer is far behind, because it would otherwise drag its partners back.

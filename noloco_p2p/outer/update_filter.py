@@ -69,7 +69,7 @@ class UpdateFilter:
         If `is_at_rest`, training is over, so this peer does not move any more.
         """
         norms: dict[int, float] = {}  # of each piece, after clipping
-        num_clipped, square, own_square = 0, 0.0, 0.0
+        num_clipped, square, own_square, moved_square = 0, 0.0, 0.0, 0.0
         with self._judging:
             for index, chunk in enumerate(coding.chunks):
                 values, halves = coding.values[chunk.start : chunk.stop], coding.half_difference(index)
@@ -84,12 +84,14 @@ class UpdateFilter:
                         halves[place].mul_(radius / norm)
                         num_clipped += 1
                     norms[piece] = min(norm, radius)
+                    moved_square += norms[piece] ** 2
                     self._samples[piece] = _sample(values[place]) + _sample(halves[place])
                 values.copy_(halves)
             self._remember(partner, norms)
         num_elements = len(coding.values)
         return Halves(
             coding.values,
+            moved=math.sqrt(moved_square / num_elements),
             distance=2 * math.sqrt(square / num_elements),
             magnitude=math.sqrt(own_square / num_elements),
             num_pieces=len(norms),

@@ -61,16 +61,20 @@ class Membership:
         self._network = network
         self._catch_up_again_s = 0.0
         self._ask_again_s = 0.0
+        self._loss_of: Callable[[Path], float] | None = None
+        self._losses: list[float] = []  # of states that have been refused
         self._refusals: dict[str, str] = {}  # peer id -> why the last fetch got no state from it
 
     # taking part
 
-    def enter(self, *, layout: ModelLayout, target: Path | None) -> StateManifest | None:
+    def enter(
+        self, *, layout: ModelLayout, target: Path | None, loss_of: Callable[[Path], float] | None = None
+    ) -> StateManifest | None:
         """Announce which model this peer trains. If `target` is given, fetch the state of a live peer into that file.
 
-        Raises the errors of `_fetch_first`.
+        `loss_of` returns the loss of a state on this peer's own data. Raises the errors of `_fetch_first`.
         """
-        net = self._network
+        net, self._loss_of = self._network, loss_of
         net.states.layout = layout
         manifest = self._fetch_first(target) if target else None
         net.thread.call(net.enter(), START_TIMEOUT_S)
@@ -277,7 +281,15 @@ class Membership:
         check_file = partial(read_state, expected=vectors_of(net.spec.outer, layout.num_elements))
         try:
             with net.progress.task("fetching the state of the swarm", unit="bytes") as report:
-                admission = Admission(net.spec, net.transport, layout, live=net.live_peers.live, check_file=check_file)
+                admission = Admission(
+                    net.spec,
+                    net.transport,
+                    layout,
+                    live=net.live_peers.live,
+                    check_file=check_file,
+                    loss_of=self._loss_of,
+                    losses=self._losses,
+                )
                 self._refusals = admission.refused
                 fetching = fetch_state(
                     net.transport,

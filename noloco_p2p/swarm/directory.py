@@ -518,6 +518,7 @@ def _candidate(record: PeerRecord) -> Candidate:
         can_be_called=bool(address) and record.reachability not in CLOSED,
         stage=record.stage,
         capacity=record.metrics.capacity,
+        loss=record.metrics.loss,
         nearby=nearby[0] if nearby else "",
     )
 

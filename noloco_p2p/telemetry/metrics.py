@@ -118,6 +118,12 @@ class Metrics:
         Shown(key="apart", digits=3, column="apart", rank=3, total="mean"),
         default=None,
     )
+    moved: float | None = _gauge(
+        "fraction",
+        "distance that the last partner's slice moved this peer's weights, relative to their norm",
+        Shown(key="moved", digits=3),
+        default=None,
+    )
     blocked_s: float = _counter(
         "s", "time that training waited for swaps or was busy with them", Shown(key="wait"), default=0.0
     )

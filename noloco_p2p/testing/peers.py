@@ -184,7 +184,9 @@ class MemoryPeer:
 
     # what the outer step needs
 
-    def enter(self, *, layout: ModelLayout, target: Path | None) -> StateManifest | None:
+    def enter(
+        self, *, layout: ModelLayout, target: Path | None, loss_of: Callable[[Path], float] | None = None
+    ) -> StateManifest | None:
         self.layout = layout.digest()
         self.states.layout = layout
         return None

@@ -35,7 +35,7 @@ from noloco_p2p.telemetry.console import loss as show_loss
 from noloco_p2p.telemetry.events import EventLog
 from noloco_p2p.trainer.compute import Compute, choose_device, flops_per_token, peak_flops, switch_on
 from noloco_p2p.trainer.cut import check_stages
-from noloco_p2p.trainer.evaluate import perplexity
+from noloco_p2p.trainer.evaluate import evaluate_loss, perplexity
 from noloco_p2p.trainer.inner_step import InnerStep
 from noloco_p2p.trainer.model import build_model, build_tokenizer, check_vocabulary, count_parameters
 from noloco_p2p.trainer.needs import Needs, check_memory, estimate
@@ -84,7 +84,14 @@ class TrainerBase:
             config=spec.model_dump(mode="json"),
         )
 
-    def _enter(self, folder: Path, *, parameters: FlatParameters | None = None, follows_caller: bool = False) -> None:
+    def _enter(
+        self,
+        folder: Path,
+        *,
+        parameters: FlatParameters | None = None,
+        loss: Callable[[], float] | None = None,
+        follows_caller: bool = False,
+    ) -> None:
         """Resume from the newest checkpoint in `folder`, or else enter the swarm with the state of a live peer.
 
         If there is neither, `outer.entered` is False.
@@ -97,6 +104,7 @@ class TrainerBase:
             save_every_s=0.0,
             checkpoints=Checkpoints(folder, keep=settings.keep_checkpoints),
             meta=self._meta,
+            loss=loss,
             parameters=parameters,
             follows_caller=follows_caller,
         )
@@ -333,7 +341,8 @@ class Trainer(TrainerBase):
         else:
             torch.nn.Module.to(self.model, self.device)  # transformers' own `to` has an unusable type
             self.inner_step, parameters = InnerStep(self.model, spec.train, compute), FlatParameters(self.model)
-        self._enter(peer.run_folder / "checkpoints", parameters=parameters)
+        loss = None if ranks else self._loss_of_a_batch  # all ranks would have to take part
+        self._enter(peer.run_folder / "checkpoints", parameters=parameters, loss=loss)
         if not self.outer.resumed and not self.outer.entered:
             self._begin_fork()
         self._losses: list[Tensor] = []  # since the last report
@@ -392,6 +401,11 @@ class Trainer(TrainerBase):
         self._count_tokens(spec.train.batch_size * spec.data.sequence_length)
         self.outer.step()
         return True
+
+    def _loss_of_a_batch(self) -> float:
+        assert self.batches
+        batch = self.batches.get(until=self.peer.leave_requested.is_set)
+        return 0.0 if batch is None else evaluate_loss(self.model, [batch])
 
     def _measure(self) -> None:
         """Update the loss and the speed with the steps since the last call. This synchronises with the accelerator."""

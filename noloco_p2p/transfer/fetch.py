@@ -61,6 +61,8 @@ POSITIONS_ASKED = 5  # peers that are asked for their position
 MIN_POSITIONS = 3  # with fewer positions, it is unclear which one is wrong
 POSITION_S = 5.0  # the time that each peer has to answer
 DIGEST_BYTES = 32
+# A donor's state is older than the losses that peers announce, and a newcomer has other data. Random weights are worse.
+MOST_ABOVE = 0.5  # nats
 KEPT_FOR_S = 3600.0  # after that, the chunks would be too old to be combined with new ones
 
 
@@ -68,7 +70,9 @@ class Admission:
     """The checks that a state must pass before it is used. Digests only prove that a state arrived intact.
 
     `layout` is that of this peer's own model. `live` returns the live peers in the directory. `check_file` checks a
-    whole file, and raises CheckpointError with the reason. `refused` holds, by peer id, why a state was not fetched.
+    whole file, and raises CheckpointError with the reason. `loss_of` returns the loss of the state in a file on this
+    peer's own data. `losses` holds those of the states that have been refused for it, also from earlier fetches.
+    `refused` holds, by peer id, why a state was not fetched.
     """
 
     def __init__(
@@ -79,10 +83,14 @@ class Admission:
         *,
         live: Callable[[], Sequence[Candidate]],
         check_file: Callable[[Path], object],
+        loss_of: Callable[[Path], float] | None = None,
+        losses: list[float] | None = None,
     ) -> None:
         self.layout, self.num_elements = layout.digest(), layout.num_elements
         self.num_bytes = state_file_bytes(layout.num_elements, spec.outer)
-        self.check_file = check_file
+        self._check_file = check_file
+        self._loss_of = loss_of
+        self._losses = [] if losses is None else losses
         self.refused: dict[str, str] = {}
         self._furthest = 2 * spec.furthest
         self._transport = transport
@@ -94,6 +102,25 @@ class Admission:
         found = (manifest.layout, manifest.num_elements, manifest.num_bytes, len(manifest.chunk_digests))
         if found != (self.layout, self.num_elements, self.num_bytes, num_chunks):
             raise CorruptPayload("its state belongs to another model or has the wrong size")
+
+    async def check_state(self, path: Path) -> None:
+        """Raise CheckpointError if the state in a file is not valid, or much worse than those of the other peers.
+
+        The loss of a state may be 0.5 nats above the median of the losses that live peers announce. If this peer's data
+        is harder than that of the others, all states seem worse. So it may also be 0.5 nats above the loss of a state
+        that has been refused.
+        """
+        await asyncio.to_thread(self._check_file, path)
+        usual = [each.loss for each in self._live() if each.loss is not None and math.isfinite(each.loss)]
+        if not self._loss_of or not usual:
+            return
+        loss = await asyncio.to_thread(self._loss_of, path)
+        if not loss <= max([median(usual), *self._losses]) + MOST_ABOVE:
+            if math.isfinite(loss):
+                self._losses.append(loss)
+            raise CheckpointError(
+                f"its loss on this peer's data is {loss:.3g}, but the median of the swarm is {median(usual):.3g}"
+            )
 
     async def check_position(self, progress: float) -> None:
         """Check the position that a donor claims against the records of live peers. Raises CheckpointError.
@@ -234,7 +261,7 @@ async def fetch_state(
                 raise PeerError("its last saved state is no newer than this peer's state")
             await admission.check_position(manifest.progress)
             await _fetch_chunks(transport, donor, manifest, kept, is_slow=is_slow, on_chunk=told, clock=clock)
-            await asyncio.to_thread(admission.check_file, target)
+            await admission.check_state(target)
         except (CheckpointError, CorruptPayload) as error:
             log.warning("could not fetch the state from %s: %s", donor.peer.address, error)
             admission.refused[donor.peer.peer_id] = str(error)

@@ -10,7 +10,7 @@ import functools
 import json
 import struct
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -241,14 +241,16 @@ def test_of_two_states_that_differ_wildly_none_is_taken(
 # newcomers, and peers that have fallen behind
 
 
-async def enter(crowd: Crowd, target: Path, *, newer_than: float) -> StateManifest | None:
+async def enter(
+    crowd: Crowd, target: Path, *, newer_than: float, loss_of: Callable[[Path], float] | None = None
+) -> StateManifest | None:
     weights, layout = start()
     transport = cast(Transport, crowd.transport())
     check_file = functools.partial(read_state, expected=vectors_of(SPEC.outer, len(weights)))
     return await fetch_state(
         transport,
         list(crowd.live()),  # the liar comes first
-        Admission(SPEC, transport, layout, live=crowd.live, check_file=check_file),
+        Admission(SPEC, transport, layout, live=crowd.live, check_file=check_file, loss_of=loss_of),
         target=target,
         newer_than=newer_than,
         live=crowd.live,
@@ -266,6 +268,27 @@ def test_a_newcomer_passes_over_a_liar_and_takes_the_state_of_the_next_donor(
     assert manifest.progress == PROGRESS
     assert torch.equal(load_file(tmp_path / "fetched")["weights"], honest(0))
     assert f"could not fetch the state from {LIAR}" in caplog.text
+
+
+def test_a_newcomer_notices_false_weights_on_its_own_data(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    crowd = crowd_with(tmp_path, Lie(lambda weights: state_of(torch.randn_like(weights))))
+    crowd.candidates[:] = [replace(peer, loss=0.0 if peer.peer_id == LIAR else 2.0) for peer in crowd.candidates]
+    honest_states = [honest(seed) for seed in range(NUM_HONEST)]
+
+    def loss_of(path: Path) -> float:
+        weights = load_file(path)["weights"]
+        return 2.1 if any(torch.equal(weights, each) for each in honest_states) else 9.0
+
+    assert asyncio.run(enter(crowd, tmp_path / "fetched", newer_than=-1.0, loss_of=loss_of))
+    assert torch.equal(load_file(tmp_path / "fetched")["weights"], honest(0))
+    assert f"from {LIAR}: its loss on this peer's data is 9, but the median of the swarm is 2" in caplog.text
+
+
+def test_a_newcomer_whose_data_is_harder_takes_the_second_honest_state(tmp_path: Path) -> None:
+    crowd = crowd_with(tmp_path, LIES["nan"])
+    crowd.candidates[:] = [replace(peer, loss=2.0) for peer in crowd.candidates if peer.peer_id != LIAR]
+    assert asyncio.run(enter(crowd, tmp_path / "fetched", newer_than=-1.0, loss_of=lambda path: 5.0))
+    assert torch.equal(load_file(tmp_path / "fetched")["weights"], honest(1))
 
 
 def test_who_spoils_a_part_of_a_state_does_not_bring_the_next_donor_into_disrepute(tmp_path: Path) -> None:

@@ -83,11 +83,14 @@ class Victim:
         num_swaps, until_s = 0, time.monotonic() + PATIENCE_S
         while not num_swaps and not holds():
             assert time.monotonic() < until_s
-            train(self.model)
-            train(self.twin)
-            num_swaps += len(self.outer.step())
+            num_swaps += self.train()
             time.sleep(0.001)
         return num_swaps
+
+    def train(self) -> int:
+        train(self.model)
+        train(self.twin)
+        return len(self.outer.step())
 
 
 def attack(swarm: LoopbackSwarm, flag: Flag) -> Faults | None:
@@ -109,6 +112,7 @@ def test_a_row(flag: Flag, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> 
     random_state = torch.get_rng_state()
     with LoopbackSwarm(SPEC, deadlines=DEADLINES) as swarm:
         victim = Victim(swarm, tmp_path)
+        victim.train()  # who has not moved is not moved by others, either
         faults = attack(swarm, flag)
         num_swaps = victim.train_until(lambda: victim.peer.service.counts.failures)
         assert faults is None or faults.fired

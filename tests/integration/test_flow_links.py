@@ -18,7 +18,7 @@ from harness.patience import PATIENCE_S
 
 from noloco_p2p.errors import CorruptPayload, Unreachable
 from noloco_p2p.flow.frames import Answer, Backward, Credit, Forward, Frame, Lost, MicrobatchId, MicrobatchTicket, Want
-from noloco_p2p.gossip.frames import Hello, RefuseCode, chunk_digest
+from noloco_p2p.gossip.frames import Hello, RefuseCode
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net import flow_wire
 from noloco_p2p.net.connection import CallerWire, Connector
@@ -262,7 +262,7 @@ async def test_a_payload_that_stops_coming_ends_the_stream() -> None:
 
 
 def piece_of(payload: bytes, *, is_backward: bool = False) -> Piece:
-    return Piece(is_backward, payload, chunk_digest(payload))
+    return Piece(is_backward, payload)
 
 
 ANNOUNCED = Forward(id_of(1), 10.0, FORWARD_BYTES)
@@ -293,19 +293,6 @@ async def test_what_no_honest_peer_sends_is_a_strike_and_ends_the_stream(frames:
         assert [event for event, _ in node.events] == ["opened", "closed"]
         assert len(node.strikes) == 1
         assert not node.frames
-        await wire.close()
-
-
-async def test_a_damaged_payload_arrives_as_none() -> None:
-    async with town((LOW, 1)) as (_, [node]):
-        announced = Backward(id_of(1), BACKWARD_BYTES)
-        good = piece_of(bytes(PIECE_BYTES), is_backward=True)
-        damaged = Piece(True, bytes(PIECE_BYTES), bytes(16))
-        hello = FlowHello(hello_of(HIGH), 2)
-        wire = await stranger(node, HIGH, hello, announced, damaged, good, announced, good, good)
-        await until(lambda: len(node.frames) == 2)
-        assert [frame.payload is None for frame in node.frames if isinstance(frame, Backward)] == [True, False]
-        assert not node.strikes
         await wire.close()
 
 

@@ -21,7 +21,7 @@ from staged_reference import FP32, material_of, spec_of, trained_alone
 from noloco_p2p.dial_guard import DialGuard
 from noloco_p2p.errors import PeerError
 from noloco_p2p.flow.frames import Answer, Credit, Forward, Lost, Mark, MicrobatchId, MicrobatchTicket, Want
-from noloco_p2p.gossip.frames import Hello, chunk_digest
+from noloco_p2p.gossip.frames import Hello
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net import flow_wire
 from noloco_p2p.net.connection import CallerWire, Connector
@@ -237,7 +237,7 @@ async def send_forward(wire: CallerWire, peer: StagePeer, number: int, value: fl
     payload = torch.full((peer.work.forward_bytes // 4,), value).numpy().tobytes()
     id = ticket_of(peer, number).id
     await wire.write(flow_wire.encode(Forward(id, 60.0, len(payload))))
-    await wire.write(flow_wire.encode(Piece(False, payload, chunk_digest(payload))))
+    await wire.write(flow_wire.encode(Piece(False, payload)))
 
 
 async def ask_for_room(wire: CallerWire, peer: StagePeer, number: int) -> None:

@@ -8,7 +8,7 @@ from harness.patience import PATIENCE_S
 from recorded import changed
 
 from noloco_p2p.monitor.notices import WINDOW_S
-from noloco_p2p.monitor.watcher import FORGET_AFTER_S, MAX_PEERS, Health, Watcher
+from noloco_p2p.monitor.watcher import FORGET_AFTER_S, MAX_PARTNERS, MAX_PEERS, Health, Watcher
 from noloco_p2p.swarm.directory import Headcount, SwarmDirectory
 from noloco_p2p.swarm.records import TTL_S, PeerRecord
 from noloco_p2p.ticket import Ticket
@@ -88,6 +88,17 @@ def test_a_swap_is_a_meeting_and_swaps_are_counted_from_the_first_look_on() -> N
     made.look(at_s=20.0 + WINDOW_S + 1)
     made.look(at_s=31.0 + WINDOW_S)
     assert made.lately["swaps"] == 0, "that was not lately"
+
+
+def test_who_moves_nobody_is_seen_in_the_reports_of_its_partners() -> None:
+    others = [changed(A, peer_id=f"12D3KooWother{number}") for number in range(MAX_PARTNERS + 4)]
+    made = Watched(A, B, *others)
+    for number, other in enumerate(others):
+        told = changed(other, sequence=2, swaps=1, last_partner=B.peer_id, moved=0.002 if number < 6 else 0.0)
+        made.look(told, at_s=10.0 + number)
+    moves = {peer["peer_id"]: peer["moves_others"] for peer in made.peers}
+    assert moves[B.peer_id] == 0.0, "each partner's last report counts once, and old ones are forgotten"
+    assert moves[A.peer_id] is None
 
 
 def test_failed_swaps_are_told_with_their_main_cause() -> None:

@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -308,10 +309,38 @@ def test_who_is_left_behind_takes_the_state_of_the_swarm_and_goes_on_from_there(
         assert not list(tmp_path.glob("*.safetensors"))
 
 
+class Newcomer(MemoryPeer):
+    """Fetches ones, and asks for their loss on its own data."""
+
+    loss = 0.0
+
+    def enter(
+        self, *, layout: ModelLayout, target: Path | None, loss_of: Callable[[Path], float] | None = None
+    ) -> StateManifest | None:
+        assert target is not None
+        assert loss_of is not None
+        save_file({"weights": torch.ones(layout.num_elements)}, target)
+        self.loss = loss_of(target)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_fetched_state_is_judged_while_the_model_keeps_its_own_weights(tmp_path: Path, dtype: torch.dtype) -> None:
+    with MemorySwarm(make_spec()) as swarm:
+        model, peer = make_model(5).to(dtype), swarm.peer("a", run_folder=tmp_path)
+        peer.__class__ = Newcomer
+        before, places = flat(model), [param.data_ptr() for param in model.parameters()]
+        NoLoCo(model, None, peer, save_every_s=0, loss=lambda: float(flat(model).mean()))
+        assert cast(Newcomer, peer).loss == 1.0
+        assert torch.equal(flat(model), before)
+        assert [param.data_ptr() for param in model.parameters()] == places
+
+
 class Liar(MemoryPeer):
     """Serves a newcomer a file of the right size that is no state, or one whose numbers are not finite."""
 
-    def enter(self, *, layout: ModelLayout, target: Path | None) -> StateManifest | None:
+    def enter(
+        self, *, layout: ModelLayout, target: Path | None, loss_of: Callable[[Path], float] | None = None
+    ) -> StateManifest | None:
         assert target is not None
         num_bytes = state_file_bytes(layout.num_elements, self.spec.outer)
         if self.peer_id == "garbage":

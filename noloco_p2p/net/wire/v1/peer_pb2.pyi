@@ -267,14 +267,12 @@ class Backward(_message.Message):
     def __init__(self, id: _Optional[_Union[MicrobatchId, _Mapping]] = ..., payload: _Optional[int] = ...) -> None: ...
 
 class Piece(_message.Message):
-    __slots__ = ("is_backward", "payload", "digest")
+    __slots__ = ("is_backward", "payload")
     IS_BACKWARD_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
-    DIGEST_FIELD_NUMBER: _ClassVar[int]
     is_backward: bool
     payload: bytes
-    digest: bytes
-    def __init__(self, is_backward: bool = ..., payload: _Optional[bytes] = ..., digest: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, is_backward: bool = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class Answer(_message.Message):
     __slots__ = ("id", "is_taken")
