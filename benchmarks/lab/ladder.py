@@ -26,6 +26,7 @@ import argparse
 import fcntl
 import hashlib
 import json
+import math
 import platform
 import time
 from collections import defaultdict
@@ -137,23 +138,27 @@ def _tuned_on(rule: str) -> str:
     return FREE if rule in ("ddp", "local") else "100"
 
 
-def ladder(found: list[dict[str, Any]]) -> Iterator[Cell]:
-    """Yield the cells whose settings the tuning has chosen, the smallest first."""
-    best: dict[tuple[str, str], dict[str, Any]] = {}
-    wanted = {cell.key() for cell in tuning()}
-    for row in found:
-        name = row["optimizer"], row["rule"]
-        if cell_of(row).key() in wanted and (name not in best or _score(row) < _score(best[name])):
-            best[name] = row
-    tuned = len([row for row in found if cell_of(row).key() in wanted])
-    if tuned < len(wanted):  # the rest of the grid could still change what is best
-        return
+def ladder(found: list[dict[str, Any]], *, is_estimate: bool = False) -> Iterator[Cell]:
+    """Yield the cells whose settings the tuning has chosen, the smallest first, or none before it is complete.
+
+    If `is_estimate`, settings that are not known yet are arbitrary.
+    """
+    scores = {cell_of(row): _score(row) for row in found}
+    grids: dict[tuple[str, str], list[Cell]] = defaultdict(list)
+    for cell in tuning():
+        grids[cell.optimizer, cell.rule].append(cell)
+    if not is_estimate and not all(cell in scores for cell in tuning()):
+        return  # the rest of the grid could still change what is best
+    best = [min(cells, key=lambda cell: scores.get(cell, math.inf)) for cells in grids.values()]
     for size, shape in SIZES.items():
         for seed in range(1, 1 + shape.seeds):
-            for (optimizer, rule), row in best.items():
-                cell = replace(cell_of(row), size=size, seed=seed)
-                rate = round(cell.learning_rate * BASE_WIDTH / shape.hidden, 6)
-                cell = replace(cell, learning_rate=rate)
+            for tuned in best:
+                rate = round(tuned.learning_rate * BASE_WIDTH / shape.hidden, 6)
+                cell, optimizer, rule = (
+                    replace(tuned, size=size, seed=seed, learning_rate=rate),
+                    tuned.optimizer,
+                    tuned.rule,
+                )
                 links = {_tuned_on(rule), FREE, *(("20", "200", "1000") if seed == 1 and optimizer == "muon" else ())}
                 if rule == "ours":
                     links -= {FREE}
@@ -265,10 +270,10 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def missing(path: Path, sizes: list[str], only: str) -> list[Cell]:
+def missing(path: Path, sizes: list[str], only: str, *, is_estimate: bool = False) -> list[Cell]:
     found = read(path)
-    done = {cell_of(row).key() for row in found}
-    cells = [cell for cell in (*tuning(), *ladder(found)) if cell.key() not in done]
+    done = {cell_of(row) for row in found}
+    cells = [cell for cell in (*tuning(), *ladder(found, is_estimate=is_estimate)) if cell not in done]
     return [cell for cell in cells if cell.size in sizes and only in cell.key()]
 
 
@@ -287,7 +292,7 @@ def main() -> None:
     if arguments.what == "table":
         print(table(read(arguments.out)))
     elif arguments.what == "list":
-        cells = missing(arguments.out, sizes, arguments.only)
+        cells = missing(arguments.out, sizes, arguments.only, is_estimate=True)
         for size in sizes:
             own = [cell.minutes for cell in cells if cell.size == size]
             print(f"{size}: {len(own)} cells are missing, {sum(own) / 60:.1f} hours of one thread")
@@ -295,7 +300,7 @@ def main() -> None:
         for cell in missing(arguments.out, sizes, arguments.only):
             if time.monotonic() + 60 * cell.minutes > until_s or not (lock := claimed(cell)):
                 continue
-            if cell.key() not in {cell_of(row).key() for row in read(arguments.out)}:
+            if cell not in map(cell_of, read(arguments.out)):
                 row = run(cell, torch.device(arguments.device))
                 with arguments.out.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")

@@ -207,7 +207,7 @@ def test_the_corpus_holds_each_text_once(tmp_path: Path, monkeypatch: pytest.Mon
     assert found == [f"{licence}\n\n{first}", second]
     monkeypatch.setattr(corpus, "download", lambda folder: archives)
     pattern = corpus.make(tmp_path / "out")
-    lines = [line for path in sorted(tmp_path.glob("out/text-*.jsonl")) for line in path.open()]
+    lines = [line for path in sorted(tmp_path.glob("out/text-*.jsonl")) for line in path.read_text().splitlines()]
     assert sorted(json.loads(line)["text"] for line in lines) == sorted(found)
     monkeypatch.setattr(corpus, "download", lambda folder: pytest.fail("it is there already"))
     assert corpus.make(tmp_path / "out") == pattern
