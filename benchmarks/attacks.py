@@ -12,8 +12,10 @@ peers, in multiples of that of another peer.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean, stdev
@@ -23,11 +25,14 @@ import torch
 from claims import Claim, run
 from harness.hostile import CLAIMS, Attack, simulate_hostile
 
+from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.outer import update_filter
 from noloco_p2p.presets import PRESETS
 from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.plan import Plan, parse_links, peer_name
-from noloco_p2p.simulate.replica import SimulatedReplica
+from noloco_p2p.simulate.replica import SimulatedReplica, now_s
+from noloco_p2p.simulate.result import Result
+from noloco_p2p.simulate.swarm import simulate_swarm
 from noloco_p2p.spec import TrainerSpec
 
 TOY = Path(__file__).parent / "toy.toml"
@@ -65,6 +70,7 @@ class Found:
     clipped: float  # share of the pieces
     share: float  # of one liar in the swaps of the honest peers, relative to that of another peer
     swaps: float  # of an honest peer
+    spread: float  # of the honest replicas at the end
 
 
 def cases(*, quick: bool) -> list[Case]:
@@ -83,31 +89,53 @@ def cases(*, quick: bool) -> list[Case]:
     return [*honest, *(replace(case, seed=seed) for case in hostile for seed in HOSTILE_SEEDS)]
 
 
-def simulate(case: Case, steps: int) -> Found:
-    torch.set_num_threads(1)
+def material_and_plan(steps: int, case: Case) -> tuple[Material, Plan]:
     init = PRESETS["tiny"]
     changes = {f"{name}.{field}": value for name in ("train", "outer", "codec") for field, value in getattr(init, name)}
     changes |= {"train.total_steps": steps, "train.warmup_steps": steps // 10, "outer.closing_mixings": 0}
     changes |= {"codec.weights": "int8"} if case.attack is Attack.NAN else {}
-    spec = TrainerSpec.load(TOY).with_changes(changes)
+    links = parse_links(["0.1mbit-20ms"])
+    plan = Plan(case.num_honest + case.num_liars, seed=case.seed, links=links, evaluations=1)
+    return Material.of(TrainerSpec.load(TOY).with_changes(changes), {}), plan
+
+
+def simulate(case: Case, steps: int) -> Found:
+    torch.set_num_threads(1)
     num_live = case.num_honest + case.num_liars
-    plan = Plan(num_live, seed=case.seed, links=parse_links(["0.1mbit-20ms"]), evaluations=1)
     attacks = {} if case.attack is None else dict.fromkeys(range(case.num_honest, num_live), case.attack)
     made: list[SimulatedReplica] = []
     with patch.dict(vars(update_filter), FILTERS.get(case.filter, {})):
-        result = simulate_hostile(Material.of(spec, {}), plan, attacks, is_greedy=case.is_greedy, on_made=made.extend)
+        material, plan = material_and_plan(steps, case)
+        result = simulate_hostile(material, plan, attacks, is_greedy=case.is_greedy, on_made=made.extend)
     honest, liars = made[: case.num_honest], {peer_name(number) for number in attacks}
     swaps = [swap for replica in honest for swap in replica.swaps]
     share = sum(swap.partner in liars for swap in swaps) / len(swaps) * (num_live - 1) / max(1, len(liars))
     pieces, clipped = (
         sum(getattr(each.metrics, name) for each in honest) for name in ("judged_pieces", "clipped_pieces")
     )
-    return Found(result.loss, clipped / max(1, pieces), share, len(swaps) / len(honest))
+    return Found(result.loss, clipped / max(1, pieces), share, len(swaps) / len(honest), result.spread)
+
+
+def simulate_islands(steps: int) -> Result:
+    """Train eight peers, whose two halves find each other in the middle of the run."""
+    torch.set_num_threads(1)
+
+    def divide(made: list[SimulatedReplica]) -> None:
+        for replica in made:
+            directory = replica._service._outside.directory
+            directory.live = partial(seen, directory.live, replica.number % 2)
+
+    def seen(live: Callable[[], Sequence[Candidate]], half: int) -> list[Candidate]:
+        is_divided, names = now_s() < steps / 2, {peer_name(number) for number in range(half, 8, 2)}
+        return [peer for peer in live() if not is_divided or peer.peer_id in names]
+
+    return simulate_swarm(*material_and_plan(steps, Case()), on_made=divide)
 
 
 def measure(quick: bool) -> list[Claim]:
     steps, wanted = QUICK_STEPS if quick else NUM_STEPS, cases(quick=quick)
     with ProcessPoolExecutor(JOBS, mp_context=get_context("spawn")) as pool:
+        islands = pool.submit(simulate_islands, steps)
         found = dict(zip(wanted, pool.map(simulate, wanted, [steps] * len(wanted)), strict=True))
 
     def change(case: Case, other: Case) -> float:
@@ -125,6 +153,9 @@ def measure(quick: bool) -> list[Claim]:
     claims.append(Claim("honest: cost of the filter, mean of the seeds", cost, "%", f"<= {MOST_COST}", met))
     claims.append(Claim("honest: clipped", 100 * found[Case()].clipped, "% of pieces"))
     claims.append(Claim("honest: swaps", found[Case()].swaps, "a peer"))
+    claims.append(Claim("honest: spread at the end", 100 * found[Case()].spread, "%"))
+    claims.append(Claim("two islands until the middle: spread at the end", 100 * islands.result().spread, "%"))
+    claims.append(Claim("two islands until the middle: loss", 100 * (islands.result().loss / losses[0] - 1), "%"))
     if len(losses) > 1:
         claims.append(Claim("honest: noise from seed to seed", 100 * stdev(losses) / mean(losses), "%"))
     for case in (case for case in wanted if case.attack and not case.seed):

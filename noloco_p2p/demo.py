@@ -257,11 +257,12 @@ class Demo:
 
     @property
     def done(self) -> int:
-        """The number of inner steps that the slowest peer, or the slowest head of a pipeline, has taken."""
+        """The position of the slowest peer, or of the slowest head of a pipeline, in the schedule, as inner steps.
+
+        A peer that starts late begins where the others are.
+        """
         heads = [peer for peer in self.peers if not peer.stage]
-        return min(
-            self.num_steps if peer.is_done else min(peer.metrics.get("step", 0), self.num_steps) for peer in heads
-        )
+        return int(self.num_steps * min(1.0 if each.is_done else each.metrics.get("progress", 0.0) for each in heads))
 
     @property
     def left_s(self) -> float | None:

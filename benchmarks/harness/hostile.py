@@ -21,6 +21,7 @@ from torch import Tensor
 from noloco_p2p.codec import Codec
 from noloco_p2p.errors import PeerError
 from noloco_p2p.gossip import service
+from noloco_p2p.gossip.coder import UNKNOWN
 from noloco_p2p.gossip.frames import Accept, Offer, Refuse, Standing
 from noloco_p2p.gossip.gossip import Gossip
 from noloco_p2p.gossip.seams import Candidate, FrameStream
@@ -137,6 +138,11 @@ def not_finite(codec: Codec) -> Codec:
     )
 
 
+def propose_nothing(part: Slice) -> bytes:
+    """Propose no grid, so that int8 carries a lie of any size."""
+    return bytes([UNKNOWN]) * part.count  # with a block a unit, as in any small model
+
+
 class HostileReplica(SimulatedReplica):
     """A liar, which trains as the others do. `swarm` maps the peer ids of all replicas to them."""
 
@@ -168,6 +174,7 @@ class HostileReplica(SimulatedReplica):
             gossip._shared.coder.plain = not_finite(gossip._shared.coder.plain)
         elif self._attack not in CLAIMS:
             gossip.lie = self._lie
+            gossip._shared.coder.propose = propose_nothing
 
     def step_taken(self) -> None:
         super().step_taken()

@@ -11,6 +11,10 @@ mixings, honest replicas move apart by no more than each of them moves. The lowe
 which there is no history, and keeps a median of clipped norms from falling for ever. The upper bound stops liars whose
 clipped half-differences would otherwise keep raising the median.
 
+A swap can pull a peer back, against the direction in which it has moved for the last mixings. Honest partners are about
+as often ahead of a peer as behind it, but a liar can pull back in every swap. So if the cosine of a half-difference and
+that direction is below -`DRAG`, the half-difference is scaled down until it pulls back as little as with that cosine.
+
 So about two of three honest pieces are clipped. Their direction stays, and the next swaps make up for their length,
 which costs an honest swarm little. A radius of twice the median clips few honest pieces, but a liar that pulls into one
 direction in every swap then does ten times the harm (benchmarks/results/attacks.txt).
@@ -33,10 +37,12 @@ from noloco_p2p.gossip.exchange import Halves
 PARTNERS = 8  # whose half-differences are remembered
 SAMPLE = 256  # elements of a piece whose movement is measured
 SMOOTHING = 0.125  # weight of a new movement
+PATH_SMOOTHING = 0.05  # weight of a new movement in the direction of the last ones
 # benchmarks/attacks.py measures how well these limits work and what they cost.
 RADIUS = 1.0  # times the median norm of the half-differences of different partners
 LEAST = 0.5  # times this peer's own movement since the last mixing, or its mean over mixings if that is more
 MOST = 1.0  # times the same
+DRAG = 0.3
 # With `outer.wait`, one swap carries everything that partners have learned apart, and their mean must be exact.
 SCALE_WAITING = 2.0  # times all limits
 
@@ -44,17 +50,19 @@ SCALE_WAITING = 2.0  # times all limits
 class UpdateFilter:
     """The filter of one replica and its history, which is not saved: after a restart, a few swaps rebuild it.
 
-    `tensor_sizes` are those of the tensors that form the vector, and `chunks` are its chunks (start, stop). All limits
-    are multiplied by `scale`.
+    `sizes` are those of the tensors that form the vector, and `chunks` are its chunks (start, stop). `is_waiting` says
+    whether training waits for swaps (`outer.wait`).
     """
 
-    def __init__(self, tensor_sizes: Sequence[int], chunks: Sequence[tuple[int, int]], *, scale: float = 1.0) -> None:
-        self._scale = scale
-        self._pieces = dict(zip((start for start, _ in chunks), pieces_of(tensor_sizes, chunks), strict=True))
+    def __init__(self, sizes: Sequence[int], chunks: Sequence[tuple[int, int]], *, is_waiting: bool = False) -> None:
+        self._scale = SCALE_WAITING if is_waiting else 1.0
+        self._is_waiting = is_waiting
+        self._pieces = dict(zip((start for start, _ in chunks), pieces_of(sizes, chunks), strict=True))
         num_pieces = sum(map(len, self._pieces.values()))
         self._norms = torch.full((PARTNERS, num_pieces), torch.nan, dtype=torch.float32, device="cpu")
         self._rows: OrderedDict[str, int] = OrderedDict()  # the row of each partner
         self._samples: dict[int, Tensor] = {}  # of each piece, after the last mixing
+        self._paths: dict[int, Tensor] = {}  # of the samples of each piece from one mixing to the next: a running mean
         self._movement = [0.0] * num_pieces  # running mean of this peer's movement between two mixings
         self._judging = threading.Lock()
 
@@ -69,6 +77,7 @@ class UpdateFilter:
         If `is_at_rest`, training is over, so this peer does not move any more.
         """
         norms: dict[int, float] = {}  # of each piece, after clipping
+        places: list[tuple[int, Tensor, Tensor]] = []  # each piece, a sample of its values, and its half-differences
         num_clipped, square, own_square, moved_square = 0, 0.0, 0.0, 0.0
         with self._judging:
             for index, chunk in enumerate(coding.chunks):
@@ -85,8 +94,12 @@ class UpdateFilter:
                         num_clipped += 1
                     norms[piece] = min(norm, radius)
                     moved_square += norms[piece] ** 2
-                    self._samples[piece] = _sample(values[place]) + _sample(halves[place])
+                    places.append((piece, _sample(values[place]).clone(), values[place]))
                 values.copy_(halves)
+            if not (is_at_rest or self._is_waiting) and (drag := -self._cosine(places)) > DRAG:
+                coding.values.mul_(DRAG / drag)
+                moved_square *= (DRAG / drag) ** 2
+            self._note(places)
             self._remember(partner, norms)
         num_elements = len(coding.values)
         return Halves(
@@ -97,6 +110,25 @@ class UpdateFilter:
             num_pieces=len(norms),
             num_clipped=num_clipped,
         )
+
+    def _cosine(self, places: Sequence[tuple[int, Tensor, Tensor]]) -> float:
+        """Return the cosine of a half-difference and the direction in which this peer has moved, from the samples."""
+        along = square = path_square = 0.0
+        for piece, _, halves in places:
+            half, path = _sample(halves), self._paths.get(piece)
+            if path is not None:
+                weight = len(halves) / len(half)
+                along += weight * float(half @ path)
+                square += weight * float(half @ half)
+                path_square += weight * float(path @ path)
+        return along / math.sqrt(square * path_square) if square * path_square > 0 else 0.0
+
+    def _note(self, places: Sequence[tuple[int, Tensor, Tensor]]) -> None:
+        for piece, own, halves in places:
+            mixed = own + _sample(halves)
+            moved, path = mixed - self._samples[piece], self._paths.get(piece)
+            self._paths[piece] = moved if path is None else path.lerp(moved, PATH_SMOOTHING)
+            self._samples[piece] = mixed
 
     def _remember(self, partner: str, norms: dict[int, float]) -> None:
         row = self._rows.pop(partner, None)

@@ -15,7 +15,7 @@ from noloco_p2p.gossip.units import MOST_ELEMENTS, Slice, Units
 from noloco_p2p.outer.checkpoint import Vector
 from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.outer.outer_step import outer_step
-from noloco_p2p.outer.update_filter import SCALE_WAITING, UpdateFilter
+from noloco_p2p.outer.update_filter import UpdateFilter
 from noloco_p2p.spec import OuterSpec
 
 WEIGHTS, OUTER_MOMENTUM = "weights", "outer_momentum"  # the vectors of a state that newcomers fetch
@@ -48,8 +48,7 @@ class Weights:
         self.units = Units(self.num_swapped)
         chunks = self.units.chunks(Slice(0, self.units.num_units))
         sizes = [param.numel() for _, param in parameters.named] * (self.num_swapped // num)
-        scale = SCALE_WAITING if outer.wait else 1.0
-        self.filter = UpdateFilter(sizes, [(chunk.start, chunk.stop) for chunk in chunks], scale=scale)
+        self.filter = UpdateFilter(sizes, [(chunk.start, chunk.stop) for chunk in chunks], is_waiting=outer.wait)
         self._accelerator = torch.get_device_module(parameters.device) if has_own_memory(parameters.device) else None
         self._stream = self._accelerator.Stream(parameters.device) if self._accelerator else None
         self._begin_to_move()

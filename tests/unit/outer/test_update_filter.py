@@ -92,6 +92,23 @@ def test_liars_alone_cannot_widen_the_filter_beyond_its_upper_bound() -> None:
     assert replica.swap("liar-1", 1e6, is_at_rest=True) == pytest.approx(10 * MOST, rel=1e-4), "at rest, nobody moves"
 
 
+@pytest.mark.parametrize(
+    ("cosine", "shrinks"), [(1.0, False), (0.0, False), (-0.25, False), (-0.6, True), (-1.0, True)]
+)
+def test_who_pulls_back_again_and_again_is_slowed_down(cosine: float, shrinks: bool) -> None:
+    replica = Replica()
+    for _ in range(3):
+        replica.swap("honest", 0.0)
+    across = torch.randn(SIZE, generator=torch.Generator().manual_seed(2))
+    across -= vector(1.0) * (across @ vector(1.0))
+    halves = 0.4 * (cosine * vector(1.0) + (1 - cosine**2) ** 0.5 * across / across.norm())
+    replica.values += vector(MOVED)
+    given: Any = Given(replica.values.clone(), halves.clone())
+    after = replica.filter.judge(given, "liar").values
+    assert torch.allclose(after, halves * (update_filter.DRAG / -cosine if shrinks else 1.0), atol=1e-5)
+    assert float(after @ vector(1.0)) >= -update_filter.DRAG * 0.4 - 1e-5
+
+
 @given(sizes=st.lists(st.integers(0, 50), min_size=1), chunk=st.integers(1, 40))
 def test_pieces_are_the_parts_of_tensors_within_chunks(sizes: list[int], chunk: int) -> None:
     total = sum(sizes)
