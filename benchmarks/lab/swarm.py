@@ -280,10 +280,10 @@ class Swarm:
         """Code the slice of both partners, in as many passes as it needs. Also return the bytes that each sends."""
         swap_id = self._rng.randbytes(SWAP_ID_BYTES)
         bounds = one.weights.units.bounds(part)
-        proposals = one.coder.propose(part), other.coder.propose(part)
+        first, second = one.coder.propose(part), other.coder.propose(part)
         codings = [
-            Coding(each.coder, part, each.weights.read(*bounds), swap_id=swap_id, proposals=order)
-            for each, order in ((one, proposals), (other, proposals[::-1]))
+            Coding(each.coder, part, each.weights.read(*bounds), swap_id=swap_id, proposals=proposals)
+            for each, proposals in ((one, (first, second)), (other, (second, first)))
         ]
         number, num_bytes, indices = 0, 0, [*range(len(codings[0].chunks))]
         while indices:
