@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/installed
 
-.PHONY: install demo test test-slow coverage mutants chaos fuzz audit format lint types docs check docker-check release-check pin clean
+.PHONY: install demo test test-slow coverage mutants chaos fuzz lab audit format lint types docs check docker-check release-check pin clean
 
 install: $(STAMP)
 
@@ -53,6 +53,12 @@ chaos: $(STAMP)
 MINUTES ?= 5
 fuzz: $(STAMP)
 	PYTHONPATH=benchmarks $(BIN)/python tests/fuzzed.py --minutes $(MINUTES)
+
+# Goes on with the ladder of models and rules for the given number of minutes, and first says how long the rest takes.
+lab: $(STAMP)
+	$(BIN)/python benchmarks/lab/ladder.py list
+	$(BIN)/python benchmarks/lab/ladder.py run --minutes $(MINUTES)
+	$(BIN)/python benchmarks/lab/ladder.py table
 
 # Checks the installed packages for known vulnerabilities. This needs the network.
 audit: $(STAMP)

@@ -1,223 +1,211 @@
-"""Train many replicas of a small transformer as one batched model, on a CPU or a GPU.
+"""Train many replicas of a Llama as one batched model, on a CPU or a GPU.
 
-All replicas have the same shape, so each weight matrix is a stack of shape (replicas, rows, columns), and each product
-is a batched one. The parameters of the stack are one tensor of shape (replicas, parameters). A row is the flat vector
-of a replica, which is what replicas swap.
+A row of the stack is the flat vector of a replica, in the order of the trainer's own model. So production code swaps
+slices of rows, and the first weights, the text and the held-out sequences are those of `Material`. Each weight matrix
+is a view of shape (replicas, rows, columns), and each product is a batched one.
 """
 
 from __future__ import annotations
 
-import hashlib
-import lzma
 import math
-import sysconfig
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, embedding, scaled_dot_product_attention, silu
+from torch.optim.adamw import adamw
 
-VOCABULARY = 256
-BLOCK = ("attention_norm", "attention", "projection", "mlp_norm", "up", "down")  # the parameters of a layer
-NUM_CHUNKS = 60  # of the flat vector; a slice is a number of consecutive chunks
-# Coefficients of the polynomials of Muon's orthogonalization (Polar Express, arXiv 2505.16932).
-POLYNOMIALS = (
-    (8.28721201814563, -23.595886519098837, 17.300387312530933),
-    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
-    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
-    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
-    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
-)
+from noloco_p2p.optim.inner import learning_rate
+from noloco_p2p.optim.muon import orthogonalize, product_dtype
+from noloco_p2p.outer.flat import FlatParameters
+from noloco_p2p.simulate.material import Material
+from noloco_p2p.spec import TrainSpec
+from noloco_p2p.trainer.model import hidden_matrices
+from noloco_p2p.trainer.swarm_evaluation import spread
 
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """The shape of a replica's model, and of its batches."""
-
-    hidden: int
-    layers: int
-    heads: int
-    inner: int  # width of the MLP
-    tokens: int  # length of a sequence
-    batch: int  # sequences of an inner step
-
-    def sizes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each parameter, in the order of the flat vector."""
-        blocks = {
-            f"{layer}.{name}": size
-            for layer in range(self.layers)
-            for name, size in (
-                ("attention", (self.hidden, 3 * self.hidden)),
-                ("projection", (self.hidden, self.hidden)),
-                ("up", (self.hidden, 2 * self.inner)),
-                ("down", (self.inner, self.hidden)),
-                ("attention_norm", (self.hidden,)),
-                ("mlp_norm", (self.hidden,)),
-            )
-        }
-        sizes = {"embedding": (VOCABULARY, self.hidden), **blocks, "norm": (self.hidden,)}
-        return {**sizes, "padding": (-sum(map(math.prod, sizes.values())) % NUM_CHUNKS,)}  # all chunks have one length
-
-    @property
-    def num_parameters(self) -> int:
-        return sum(math.prod(size) for size in self.sizes().values())
-
-
-TOY = Shape(hidden=64, layers=2, heads=4, inner=172, tokens=64, batch=4)  # 0.12M parameters, as toy.toml
-SMALL = Shape(hidden=128, layers=4, heads=4, inner=344, tokens=128, batch=8)  # 0.8M parameters
-# 16M parameters. Eight replicas take 65,536 tokens a step, a little less than the critical batch of runs of 40M tokens
-# and more (22.91 D ** 0.47, arXiv 2410.21676).
-MIDDLE = Shape(hidden=384, layers=9, heads=6, inner=1024, tokens=512, batch=16)
-SHAPES = {"toy": TOY, "small": SMALL, "16M": MIDDLE}
+# The parameters of a block that are used together. Those of a group follow each other in the flat vector.
+GROUPS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
+NORMS = (("input_layernorm",), ("post_attention_layernorm",))
+ROWS_AT_ONCE = 1 << 26  # logits of one pass of an evaluation
+MUON_SCALE = 0.2  # as in `noloco_p2p.optim.muon.Muon`
 
 
 class Stack:
-    """The parameters of all replicas, and the forward pass over any rows of them."""
+    """The weights of `num` replicas with equal first weights, and the forward pass over any rows of them."""
 
-    def __init__(self, shape: Shape, seeds: list[int], device: torch.device) -> None:
-        """Initialize one replica per entry of `seeds`. Replicas with the same seed start with the same weights."""
-        self.shape, self.sizes = shape, shape.sizes()
-        self.lengths = [math.prod(size) for size in self.sizes.values()]
-        rows = {seed: self._initial(seed) for seed in set(seeds)}
-        self.flat = torch.stack([rows[seed] for seed in seeds]).to(device)
-        position = torch.arange(shape.tokens, device=device)[:, None]
-        width = shape.hidden // shape.heads
-        angle = position / 10_000.0 ** (torch.arange(0, width, 2, device=device) / width)
-        self.rotary = angle.cos(), angle.sin()
-        self.block = _compiled_block() if device.type == "cuda" else _block
+    def __init__(self, material: Material, num: int) -> None:
+        spec = self.spec = material.spec.model
+        if (
+            spec.pretrained
+            or spec.lora.rank
+            or not spec.tied_embeddings
+            or spec.num_kv_heads not in (None, spec.num_heads)
+        ):
+            raise ValueError("the lab trains only plain Llamas with tied embeddings, and no adapters")
+        model = material.model()
+        parameters = FlatParameters(model)
+        self.named = [(name, param.shape) for name, param in parameters.named]
+        self.flat = parameters.read(0, parameters.num_elements).repeat(num, 1)
+        self.num_parameters = parameters.num_elements
+        chosen = {id(matrix) for matrix in hidden_matrices(model)}
+        self.is_matrix = [id(param) in chosen for _, param in parameters.named]
+        self.device = self.flat.device
+        self._epsilon = float(model.config.rms_norm_eps)
+        length = material.spec.data.sequence_length
+        frequencies = model.get_submodule("model.rotary_emb").inv_freq
+        assert isinstance(frequencies, Tensor)
+        angles = torch.outer(torch.arange(length, device=self.device), frequencies.to(self.device))
+        self._cosine, self._sine = angles.cos(), angles.sin()
+        places = [group for _ in range(spec.num_layers) for group in (*GROUPS, *NORMS)]
+        self._sizes, names = list[int](), iter(self.named)
+        for group in (("embed_tokens",), *places, ("norm",)):
+            taken = [next(names) for _ in group]
+            assert all(part in name for part, (name, _) in zip(group, taken, strict=True)), taken
+            self._sizes.append(sum(math.prod(shape) for _, shape in taken))
 
-    def _initial(self, seed: int) -> Tensor:
-        generator, parts = torch.Generator().manual_seed(seed), []
-        for name, size in self.sizes.items():
-            std = 0.02 / math.sqrt(2 * self.shape.layers) if name.endswith(("projection", "down")) else 0.02
-            parts.append(torch.ones(size) if len(size) == 1 else torch.randn(size, generator=generator) * std)
-        return torch.cat([part.flatten() for part in parts])
+    def module(self, row: int) -> nn.Module:
+        """Return a module whose parameters are views of a row, for production code that reads and writes weights."""
+        module, offset = nn.Module(), 0
+        for name, shape in self.named:
+            size = math.prod(shape)
+            view = self.flat[row, offset : offset + size].view(shape)
+            module.register_parameter(name.replace(".", "/"), nn.Parameter(view))
+            offset += size
+        return module
 
-    def parts(self, flat: Tensor) -> dict[str, Tensor]:
-        """Return views of the parameters in `flat` (replicas, parameters)."""
-        views = flat.split(self.lengths, dim=1)
-        return {name: part.view(-1, *size) for (name, size), part in zip(self.sizes.items(), views, strict=True)}
+    def losses(self, rows: Tensor, tokens: Tensor) -> Tensor:
+        """Return the mean loss of each of `rows` (replicas, parameters) on `tokens` (replicas, sequences, tokens)."""
+        num, batch, length = tokens.shape
+        width, heads = self.spec.hidden_size, self.spec.num_heads
+        first, *parts, last = rows.split(self._sizes, dim=1)
+        table = first.view(num, -1, width)
+        offsets = torch.arange(num, device=rows.device).view(-1, 1, 1) * table.shape[1]
+        hidden = embedding(tokens + offsets, table.reshape(-1, width)).view(num, -1, width)
+        cosine, sine = self._cosine[:length], self._sine[:length]
+        for start in range(0, len(parts), len(GROUPS) + len(NORMS)):
+            attention, output, gate_up, down, before, between = parts[start : start + 6]
+            qkv = _product(self._norm(hidden, before), attention).view(num * batch, length, 3, heads, -1)
+            query, key, value = qkv.permute(2, 0, 3, 1, 4)
+            query, key = _rotated(query, cosine, sine), _rotated(key, cosine, sine)
+            mixed = scaled_dot_product_attention(query, key, value, is_causal=True)
+            hidden = hidden + _product(mixed.transpose(1, 2).reshape(num, -1, width), output)
+            gate, up = _product(self._norm(hidden, between), gate_up).chunk(2, -1)
+            hidden = hidden + _product(silu(gate) * up, down)
+        hidden = self._norm(hidden, last).view(num, batch, length, width)[:, :, :-1].reshape(num, -1, width)
+        logits = _product(hidden, first)
+        losses = cross_entropy(logits.flatten(0, 1).float(), tokens[:, :, 1:].flatten(), reduction="none")
+        return losses.view(num, -1).mean(1)
 
-    def losses(self, flat: Tensor, text: Tensor) -> Tensor:
-        """Return the mean loss of each replica. `text` has shape (replicas, batch, tokens + 1)."""
-        shape, weights = self.shape, self.parts(flat)
-        replicas, batch = text.shape[:2]
-        inputs, targets = text[..., :-1].reshape(replicas, -1), text[..., 1:].reshape(replicas, -1)
-        hidden = torch.gather(weights["embedding"], 1, inputs[..., None].expand(-1, -1, shape.hidden))
-        for layer in range(shape.layers):
-            own = {name: weights[f"{layer}.{name}"] for name in BLOCK}
-            hidden = self.block(hidden, *self.rotary, batch=batch, heads=shape.heads, **own)
-        logits = torch.bmm(_norm(hidden, weights["norm"]), weights["embedding"].transpose(1, 2))
-        loss = cross_entropy(logits.reshape(-1, VOCABULARY), targets.reshape(-1), reduction="none")
-        return loss.view(replicas, -1).mean(1)
+    def gradients(self, rows: Tensor, tokens: Tensor) -> Tensor:
+        """Return the gradients of `rows`, with the same shape. A GPU computes products in bf16."""
+        rows = rows.detach().requires_grad_()
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+            (gradients,) = torch.autograd.grad(self.losses(rows, tokens.to(self.device)).sum(), rows)
+        return gradients
+
+    @torch.no_grad()
+    def evaluate(self, rows: Tensor, batches: Sequence[Tensor]) -> list[float]:
+        """Return the loss of each of `rows` on held-out sequences. Each token counts once."""
+        total, num_tokens = torch.zeros(len(rows), device=self.device), 0
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+            for batch in batches:
+                at_once = max(1, ROWS_AT_ONCE // (batch.numel() * self.spec.vocab_size))
+                parts = [
+                    self.losses(some, batch.to(self.device).expand(len(some), -1, -1)) for some in rows.split(at_once)
+                ]
+                total += torch.cat(parts) * batch[:, 1:].numel()
+                num_tokens += batch[:, 1:].numel()
+        return (total / num_tokens).tolist()
+
+    def judge(self, rows: Tensor, batches: Sequence[Tensor]) -> dict[str, Any]:
+        """Compute the same fields of a result as `noloco_p2p.simulate.result.judge`."""
+        mean, losses = rows.mean(0), self.evaluate(rows, batches)
+        return {
+            "num_replicas": len(rows),
+            "num_parameters": self.num_parameters,
+            "loss": sum(losses) / len(losses),
+            "worst_loss": max(losses),
+            "merged_loss": self.evaluate(mean[None], batches)[0],
+            "spread": spread(list(rows), mean),
+        }
+
+    def _norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        return hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + self._epsilon) * weight[:, None, :]
 
 
-def _block(
-    hidden: Tensor,
-    cosine: Tensor,
-    sine: Tensor,
-    *,
-    batch: int,
-    heads: int,
-    attention_norm: Tensor,
-    attention: Tensor,
-    projection: Tensor,
-    mlp_norm: Tensor,
-    up: Tensor,
-    down: Tensor,
-) -> Tensor:
-    """Apply one layer of each replica to `hidden` (replicas, batch * tokens, width)."""
-    replicas, width = hidden.shape[0], hidden.shape[2]
-    qkv = torch.bmm(_norm(hidden, attention_norm), attention)
-    query, key, value = qkv.view(replicas * batch, len(cosine), 3, heads, -1).permute(2, 0, 3, 1, 4)
-    query, key = _rotated(query, cosine, sine), _rotated(key, cosine, sine)
-    mixed = scaled_dot_product_attention(query, key, value, is_causal=True)
-    hidden = hidden + torch.bmm(mixed.transpose(1, 2).reshape(replicas, -1, width), projection)
-    gate, inner = torch.bmm(_norm(hidden, mlp_norm), up).chunk(2, -1)
-    return hidden + torch.bmm(silu(gate) * inner, down)
-
-
-@cache
-def _compiled_block() -> Callable[..., Tensor]:
-    return torch.compile(_block, dynamic=False)
+def _product(hidden: Tensor, weights: Tensor) -> Tensor:
+    """Apply a linear layer of each replica. `weights` has shape (replicas, outputs * inputs)."""
+    return torch.bmm(hidden, weights.view(len(hidden), -1, hidden.shape[-1]).mT)
 
 
 def _rotated(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     first, second = heads.chunk(2, -1)
-    return torch.cat([first * cosine - second * sine, first * sine + second * cosine], -1)
+    return torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1)
 
 
-def _norm(hidden: Tensor, weight: Tensor) -> Tensor:
-    return hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + 1e-6) * weight[:, None, :]
+class StackOptimizer:
+    """The inner optimizer of `train`, as `InnerStep` takes its steps, for all replicas of a stack."""
 
+    def __init__(self, stack: Stack, train: TrainSpec) -> None:
+        self._train = train
+        self._first, self._second = torch.zeros_like(stack.flat), torch.zeros_like(stack.flat)
+        self._steps = [torch.zeros((), device=stack.device) for _ in stack.flat]
+        self._for_adamw, self._for_muon, offset = list[slice](), defaultdict[torch.Size, list[slice]](list), 0
+        for (_, shape), is_matrix in zip(stack.named, stack.is_matrix, strict=True):
+            place = slice(offset, offset := offset + math.prod(shape))
+            if is_matrix and train.inner_optimizer == "muon":
+                self._for_muon[shape].append(place)
+            elif self._for_adamw and self._for_adamw[-1].stop == place.start:
+                self._for_adamw[-1] = slice(self._for_adamw[-1].start, place.stop)
+            else:
+                self._for_adamw.append(place)
+        assert not train.weight_decay, "the lab has no weight decay, like the paper"
 
-class Optimizer:
-    """Muon for the matrices and AdamW for the rest, or AdamW for all, each with gradients clipped to a norm of 1."""
-
-    def __init__(self, stack: Stack, *, muon: bool) -> None:
-        self.stack, self.muon = stack, muon
-        self.first, self.second = torch.zeros_like(stack.flat), torch.zeros_like(stack.flat)
-        self.steps = torch.zeros(len(stack.flat), 1, device=stack.flat.device)
+    def forget(self, number: int) -> None:
+        """Drop the moments of a replica, which a newcomer does not fetch."""
+        for state in (self._first[number], self._second[number], self._steps[number]):
+            state.zero_()
 
     @torch.no_grad()
-    def step(self, rows: Tensor, gradients: Tensor, learning_rate: float) -> None:
-        """Take an inner step of the replicas `rows`, whose `gradients` have shape (rows, parameters)."""
-        gradients = gradients / gradients.norm(dim=1, keepdim=True).clamp_min(1.0)
-        first, second, flat = self.first[rows], self.second[rows], self.stack.flat[rows]
-        self.steps[rows] += 1
-        first_bias, second_bias = 1 - 0.9 ** self.steps[rows], 1 - 0.95 ** self.steps[rows]
-        offset = 0
-        for (name, size), length in zip(self.stack.sizes.items(), self.stack.lengths, strict=True):
-            place = slice(offset, offset := offset + length)
-            part, moment, gradient = flat[:, place], first[:, place], gradients[:, place]
-            if self.muon and len(size) == 2 and name != "embedding":
-                moment.lerp_(gradient, 0.05)
-                update = _orthogonalized((gradient * 0.05 + moment * 0.95).view(-1, *size))
-                scale = max(1.0, size[1] / size[0]) ** 0.5  # `size` is (inputs, outputs)
-                part.mul_(1 - learning_rate * 0.1).add_(update.flatten(1), alpha=-learning_rate * scale)
-            else:
-                moment.lerp_(gradient, 0.1)
-                second[:, place].lerp_(gradient.square(), 0.05)
-                denominator = (second[:, place] / second_bias).sqrt_().add_(1e-8)
-                rate = learning_rate * (0.25 if self.muon else 1.0)
-                part.sub_(moment / first_bias / denominator, alpha=rate)
-        self.first[rows], self.second[rows], self.stack.flat[rows] = first, second, flat
+    def step(self, rows: Tensor, numbers: Sequence[int], gradients: Tensor, progress: Iterable[float]) -> None:
+        """Take an inner step in place of `rows`, copies of the replicas `numbers`, each at its own progress."""
+        train = self._train
+        norms = torch.linalg.vector_norm(gradients, dim=1, keepdim=True)
+        gradients = gradients * (train.clip_norm / (norms + 1e-6)).clamp_max(1.0)
+        rates = [learning_rate(train, each) for each in progress]
+        for row, number, gradient, rate in zip(rows, numbers, gradients, rates, strict=True):
+            first, second = self._first[number], self._second[number]
+            adamw(
+                [row[place] for place in self._for_adamw],
+                [gradient[place] for place in self._for_adamw],
+                [first[place] for place in self._for_adamw],
+                [second[place] for place in self._for_adamw],
+                [],
+                [self._steps[number].clone() for _ in self._for_adamw],
+                fused=True,
+                amsgrad=False,
+                beta1=train.adam_beta1,
+                beta2=train.adam_beta2,
+                lr=rate,
+                weight_decay=0.0,
+                eps=1e-8,
+                maximize=False,
+            )
+            self._steps[number] += 1
+        self._step_matrices(rows, numbers, gradients, torch.tensor(rates, device=rows.device).view(-1, 1, 1))
 
-
-def _orthogonalized(matrices: Tensor) -> Tensor:
-    transposed = matrices.shape[-2] > matrices.shape[-1]
-    x = matrices.mT if transposed else matrices
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) * 1.01 + 1e-7)
-    for a, b, c in POLYNOMIALS:
-        gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.mT if transposed else x
-
-
-@cache
-def corpus(device: torch.device, path: Path | None = None) -> tuple[Tensor, Tensor]:
-    """Return the bytes of (training text, held-out text).
-
-    They are in the file that `corpus.py` has written to `path`. Without a file, they are those of Python's standard
-    library, with every 50th file held out.
-    """
-    if path:
-        text = memoryview(lzma.decompress(path.read_bytes()))
-        num_held_out = int.from_bytes(text[:8], "little")
-        contents = text[8 + num_held_out :], text[8 : 8 + num_held_out]
-    else:
-        contents = _standard_library()
-    training, held_out = (torch.frombuffer(bytearray(content), dtype=torch.uint8) for content in contents)
-    return training.to(device), held_out.to(device)
-
-
-def _standard_library() -> tuple[bytes, bytes]:
-    root, training, held_out = Path(sysconfig.get_paths()["stdlib"]), list[bytes](), list[bytes]()
-    for path in sorted(root.rglob("*.py")):
-        if "site-packages" not in path.parts:
-            name = hashlib.sha256(str(path.relative_to(root)).encode()).hexdigest()
-            (training if int(name, 16) % 50 else held_out).append(path.read_bytes())
-    return b"".join(training), b"".join(held_out)
+    def _step_matrices(self, rows: Tensor, numbers: Sequence[int], gradients: Tensor, rates: Tensor) -> None:
+        momentum, chosen = self._train.muon_momentum, list(numbers)
+        for shape, places in self._for_muon.items():
+            own = torch.cat([gradients[:, place] for place in places]).view(-1, *shape)
+            buffers = torch.cat([self._first[chosen, place] for place in places]).view(-1, *shape)
+            buffers.lerp_(own, 1 - momentum)
+            updates = orthogonalize(own.lerp_(buffers, momentum).to(product_dtype(rows.device)))
+            updates = updates.to(rows.dtype).mul_(MUON_SCALE * math.sqrt(max(shape)))
+            for place, update, buffer in zip(
+                places, updates.chunk(len(places)), buffers.chunk(len(places)), strict=True
+            ):
+                rows[:, place] -= (update * rates).flatten(1)
+                self._first[chosen, place] = buffer.flatten(1)

@@ -106,8 +106,10 @@ def test_every_rule_learns(rule: str, material: Material) -> None:
     """A rule learns more than half as much as local training; one that ignored the fast weights would learn little."""
     result, alone = (simulated(material, name) for name in (rule, "local"))
     assert result.curve[0].loss - result.loss > 0.5 * (alone.curve[0].loss - alone.loss)
-    assert (result.spread == 0.0) == (rule != "local"), "everybody mixes"
+    assert (result.spread == 0.0) == (rule not in ("local", "streaming")), "everybody mixes"
     assert (result.virtual_s, result.steps) == (pytest.approx(STEPS), STEPS)
+    if rule == "streaming":
+        return
     exchanges = {"ddp": STEPS, "local": 0}.get(rule, STEPS / INNER_STEPS)
     assert result.sent_bytes == exchanges * 1.5 * 4 * result.num_parameters
 

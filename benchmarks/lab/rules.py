@@ -1,11 +1,13 @@
 """Compare NoLoCo with rules that see all replicas at once, on the same text and model, on a virtual clock.
 
-    python benchmarks/rules.py SPEC.toml [--rules noloco,diloco,ddp] [--replicas N] [--link cable] [--absent 0.2]
+    python benchmarks/lab/rules.py SPEC.toml [--rules noloco,diloco,ddp] [--replicas N] [--link cable] [--absent 0.2]
 
 No peer of a swarm could run the other rules: `ddp` averages the gradients of all replicas at every step, as DDP and
 FSDP do, `diloco` and `diloco-nesterov` take an outer step with the mean outer gradient, and with `local` replicas never
 mix. `ddp` and both forms of DiLoCo use a ring all-reduce, in which each replica sends 2 (N - 1) / N encoded vectors,
-and all replicas wait for the slowest link. With --absent, they average over the replicas that are present.
+and all replicas wait for the slowest link. With --absent, they average over the replicas that are present. With
+`streaming`, the all-reduce of one slice after another overlaps with training, in int4. All replicas are one batched
+model, so it must be a plain Llama.
 """
 
 from __future__ import annotations
@@ -13,21 +15,22 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
+from stack import Stack, StackOptimizer
+from swarm import run_swarm
 from torch import Tensor
 
 from noloco_p2p.codec import chunk_bounds, get_codec
-from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.plan import Churn, Plan, parse_links, peer_name
-from noloco_p2p.simulate.result import Point, Result, judge, table
-from noloco_p2p.simulate.swarm import simulate_swarm
+from noloco_p2p.simulate.result import Point, Result, table
 from noloco_p2p.spec import TrainerSpec
-from noloco_p2p.trainer.inner_step import InnerStep
 
-RULES = ("diloco", "diloco-nesterov", "ddp", "local")
+RULES = ("diloco", "diloco-nesterov", "ddp", "local", "streaming")
+INT4_BLOCK = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +54,10 @@ class Ring:
         """Return the all-reduce of a rule in a run with the codec `codec_name`.
 
         int8 stands for `modulo`, which only two peers can use. The rule `ddp` sends fp32 gradients if the codec is
-        fp32, and bf16 gradients otherwise, as DDP's hook does.
+        fp32, and bf16 gradients otherwise, as DDP's hook does. `streaming` always sends int4.
         """
+        if rule == "streaming":
+            return cls(int4, 0.5 + 2 / INT4_BLOCK)
         name = "bf16" if rule == "ddp" and codec_name != "fp32" else codec_name
         if name == "fp32":
             return cls()
@@ -84,6 +89,13 @@ class Ring:
     def sent_bytes(self, num_elements: int, num_replicas: int) -> float:
         """Return the number of bytes that each of N replicas sends: 2 (N - 1) / N times the size of the vector."""
         return 2 * (num_replicas - 1) / num_replicas * self.bytes_per_element * num_elements
+
+
+def int4(vector: Tensor) -> Tensor:
+    """Encode and decode a vector in 4 bits per element, with one bf16 scale per INT4_BLOCK elements."""
+    blocks = torch.nn.functional.pad(vector, (0, -len(vector) % INT4_BLOCK)).view(-1, INT4_BLOCK)
+    scales = (blocks.abs().amax(1, keepdim=True) / 7).bfloat16().float().clamp_min(1e-30)
+    return (blocks / scales).round().clamp(-7, 7).mul(scales).flatten()[: len(vector)]
 
 
 class DiLoCo:
@@ -121,81 +133,122 @@ class Lockstep:
 
     A replica that is absent from an all-reduce contributes nothing to the mean. It then receives the mean as one more
     encoded vector, so all replicas stay equal. In a real system, the absence would cost at least as much.
+
+    Without `limit_s`, replicas take the steps of the spec. Otherwise, they train for this virtual time, which is then
+    the whole schedule. Transfers take as long as those of a model with `claimed` parameters, or of this one if it is 0.
+    `streaming` averages one of `num_slices` slices after another while training goes on.
     """
 
-    def __init__(self, material: Material, plan: Plan, rule: str) -> None:
+    def __init__(
+        self,
+        material: Material,
+        plan: Plan,
+        rule: str,
+        *,
+        limit_s: float | None = None,
+        claimed: int = 0,
+        num_slices: int = 8,
+        is_nesterov: bool = False,
+    ) -> None:
         self.material = material
         self.plan = plan
         self.rule = rule
         self.outer, self.train = material.spec.outer, material.spec.train
         self.replicas = range(plan.num_replicas)
-        self.models = [material.model() for _ in self.replicas]
-        self.inner = [InnerStep(model, self.train) for model in self.models]
-        self.flat = [FlatParameters(inner.model) for inner in self.inner]
+        self.stack = Stack(material, plan.num_replicas)
+        self.weights, self.num_elements = self.stack.flat, self.stack.num_parameters
+        self.optimizer = StackOptimizer(self.stack, self.train)
         self.batches = [material.batches(peer_name(number), replica=number) for number in self.replicas]
-        self.num_elements = self.flat[0].num_elements
         self.ring = Ring.of(rule, material.spec.codec.weights, num_elements=self.num_elements)
-        self.diloco: DiLoCo | None = None
-        if rule.startswith("diloco"):
-            alpha, beta, is_nesterov = self.outer.alpha, self.outer.beta, rule == "diloco-nesterov"
-            self.diloco = DiLoCo(self._weights()[0], self.ring, alpha=alpha, beta=beta, is_nesterov=is_nesterov)
+        self.limit_s, self.scale = limit_s, claimed / self.num_elements if claimed else 1.0
+        num_slices = num_slices if rule == "streaming" else 1
+        bounds = [self.num_elements * index // num_slices for index in range(num_slices + 1)]
+        self.slices = [slice(start, stop) for start, stop in pairwise(bounds)]
+        alpha, beta, is_nesterov = self.outer.alpha, self.outer.beta, is_nesterov or rule == "diloco-nesterov"
+        self.outers = [
+            DiLoCo(self.weights[0, place].clone(), self.ring, alpha=alpha, beta=beta, is_nesterov=is_nesterov)
+            for place in (self.slices if rule.startswith(("diloco", "streaming")) else [])
+        ]
         self.step_s = max(plan.seconds_per_step(number) for number in self.replicas)
         self.sent_bytes = 0.0  # mean over replicas
         self.virtual_s = 0.0
         self.curve: list[Point] = []
+        self._num_slices_sent = 0
+        self._arrives_s, self._correction = 0.0, None
 
     def run(self) -> Result:
-        total = self.train.total_steps
-        for step in range(total):
-            for inner, batches in zip(self.inner, self.batches, strict=True):
-                inner.backward(next(batches))
+        total, step = self.train.total_steps, 0
+        while (progress := self.virtual_s / self.limit_s if self.limit_s else step / total) < 1 - 1e-9:
+            gradients = self.stack.gradients(self.weights, torch.stack([next(batches) for batches in self.batches]))
             if self.rule == "ddp":
-                self._average_gradients(step)
-            for inner in self.inner:
-                inner.update(progress=step / total)
+                self._step_alike(gradients, progress, step)
+            else:
+                self.optimizer.step(self.weights, self.replicas, gradients, [progress] * len(self.replicas))
             self.virtual_s += self.step_s
-            if self.diloco and ((step + 1) % self.outer.inner_steps == 0 or step + 1 == total):
-                self._outer_step(self.diloco, step)
-            if (step + 1) * self.plan.evaluations >= (len(self.curve) + 1) * total:
-                self.curve.append(Point(0, step + 1, self.virtual_s, self.material.loss(self.models[0])))
+            step += 1
+            is_last = step == total if self.limit_s is None else self.virtual_s >= self.limit_s
+            if self.rule == "streaming":
+                self._stream(step)
+            elif self.outers and (step % self.outer.inner_steps == 0 or is_last):
+                self._outer_step(self.outers[0], step - 1)
+            if self.limit_s is None and step * self.plan.evaluations >= (len(self.curve) + 1) * total:
+                [loss] = self.stack.evaluate(self.weights[:1], self.material.validation)
+                self.curve.append(Point(0, step, self.virtual_s, loss))
         return Result(
             rule=self.rule,
-            **judge(self.material, list(self._weights())),
+            **self.stack.judge(self.weights, self.material.validation),
             sent_bytes=self.sent_bytes,
-            sent_per_parameter_step=self.sent_bytes / total / self.num_elements,
-            steps=total,
+            sent_per_parameter_step=self.sent_bytes / step / self.num_elements,
+            steps=step,
             virtual_s=self.virtual_s,
             curve=tuple(self.curve),
         )
 
-    def _average_gradients(self, step: int) -> None:
-        """Replace the gradients of all replicas by the mean over those that are present, or by 0 if there are none."""
-        gradients = [inner.gradients() for inner in self.inner]
-        stacked = torch.stack([torch.cat([part.flatten() for part in own]) for own in gradients])
+    def _step_alike(self, gradients: Tensor, progress: float, step: int) -> None:
+        """Let all replicas take a step with the mean gradient of those that are present, or 0 if there are none."""
         present = self._present(step)
-        mean = self.ring.mean(stacked[present]) if present else torch.zeros_like(stacked[0])
-        for own in gradients:
-            for gradient, part in zip(own, mean.split([part.numel() for part in own]), strict=True):
-                gradient.copy_(part.view_as(gradient))
+        mean = self.ring.mean(gradients[present]) if present else torch.zeros_like(gradients[0])
+        self.optimizer.step(self.weights[:1], [0], mean[None], [progress])
+        self.weights[1:] = self.weights[0]
         self._count_exchange(len(present))
 
-    @torch.no_grad()
     def _outer_step(self, diloco: DiLoCo, step: int) -> None:
         present = self._present(step)
         if present:
-            diloco.step(self._weights()[present])
-        for flat in self.flat:
-            flat.write(0, diloco.slow_weights)
+            diloco.step(self.weights[present])
+        self.weights[:] = diloco.slow_weights
         self._count_exchange(len(present))
+
+    def _stream(self, step: int) -> None:
+        """Add what the last all-reduce has changed, and begin that of the next slice, each between two steps.
+
+        As in Streaming DiLoCo (arXiv 2501.18512), each slice has its own outer optimizer, which works while training
+        goes on. Its update of the slice is added to what the replicas have trained meanwhile. All slices are averaged
+        once in `outer.inner_steps`, or as often as the link allows.
+        """
+        if self._correction is not None and self.virtual_s >= self._arrives_s - 1e-9:
+            place, correction = self._correction
+            self.weights[:, place] += correction
+            self._correction = None
+        due = self._num_slices_sent * self.outer.inner_steps / len(self.slices)
+        present = self._present(step)
+        if self._correction is not None or step < due or not present:
+            return
+        index = self._num_slices_sent % len(self.slices)
+        self._num_slices_sent += 1
+        place, diloco = self.slices[index], self.outers[index]
+        before = self.weights[:, place].clone()
+        diloco.step(before[present])
+        self._correction = place, diloco.slow_weights - before
+        train_s, self.virtual_s = self.virtual_s, 0.0
+        self._count_exchange(len(present), share=1 / len(self.slices))
+        self.virtual_s, self._arrives_s = train_s, train_s + self.virtual_s
 
     def _present(self, step: int) -> list[int]:
         churn, seed = self.plan.churn, self.plan.seed
         return [number for number in self.replicas if not churn.is_absent(peer_name(number), step, seed=seed)]
 
-    def _weights(self) -> Tensor:
-        return torch.stack([flat.read(0, self.num_elements) for flat in self.flat])
-
-    def _count_exchange(self, num_present: int) -> None:
+    def _count_exchange(self, num_present: int, *, share: float = 1.0) -> None:
         """Count the bytes of an all-reduce, and the time for which all replicas wait for the slowest link.
 
         Each replica sends 2 (N - 1) messages, each of which depends on the previous one.
@@ -204,11 +257,12 @@ class Lockstep:
         if num_present:
             of_absent = (num_replicas - num_present) * self.ring.bytes_per_element * self.num_elements
             sent_bytes = num_present * self.ring.sent_bytes(self.num_elements, num_present) + of_absent
-            self.sent_bytes += sent_bytes / num_replicas
+            self.sent_bytes += share * sent_bytes / num_replicas
         links = [self.plan.link(number) for number in self.replicas]
         bytes_per_s = min(min(link.up_mbit_s, link.down_mbit_s) for link in links) * 1e6 / 8
         delay_s = 2 * max(link.delay_ms for link in links) / 1e3
-        self.virtual_s += self.ring.sent_bytes(self.num_elements, num_replicas) / bytes_per_s
+        num_bytes = share * self.scale * self.ring.sent_bytes(self.num_elements, num_replicas)
+        self.virtual_s += num_bytes / bytes_per_s
         self.virtual_s += 2 * (num_replicas - 1) * delay_s
 
 
@@ -226,7 +280,7 @@ def main() -> None:
     plan = Plan(args.replicas, seed=args.seed, links=parse_links(args.link.split(",")), churn=Churn(absent=args.absent))
     rules = args.rules.split(",")
     results = [
-        simulate_swarm(material, plan) if rule == "noloco" else Lockstep(material, plan, rule).run() for rule in rules
+        run_swarm(material, plan) if rule == "noloco" else Lockstep(material, plan, rule).run() for rule in rules
     ]
     print("\n".join(table(results)))
 
