@@ -73,6 +73,7 @@ def together(*actions: Callable[[], object]) -> None:
 def open_filter(outer: NoLoCo) -> None:
     """Clip nothing: replicas that train in opposite directions for no reason are not honest replicas of one run."""
     outer.weights.filter._radius = lambda *values, **rest: math.inf  # pyright: ignore[reportAttributeAccessIssue]
+    outer.weights.filter._cosine = lambda places: 0.0  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class Replica:
