@@ -174,7 +174,8 @@ class HostileReplica(SimulatedReplica):
             gossip._shared.coder.plain = not_finite(gossip._shared.coder.plain)
         elif self._attack not in CLAIMS:
             gossip.lie = self._lie
-            gossip._shared.coder.propose = propose_nothing
+            if gossip._shared.coder.passes:
+                gossip._shared.coder.propose = propose_nothing
 
     def step_taken(self) -> None:
         super().step_taken()
