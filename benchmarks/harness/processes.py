@@ -31,24 +31,22 @@ T = TypeVar("T")
 POLL_S = 0.05
 REPORT_EVERY_S = "0.3"  # of a peer
 TICKET_LINE = "noloco join noloco1"
+SMALL = {  # a model whose inner steps take about 15 ms on one core
+    "model.hidden_size": 64,
+    "model.num_layers": 2,
+    "model.num_heads": 4,
+    "model.mlp_size": 128,
+    "data.sequence_length": 64,
+    "train.batch_size": 4,
+    "train.total_steps": 1_000_000,
+    "evaluate.num_sequences": 16,
+}
 
 
 def small_spec(name: str, **changes: Any) -> TrainerSpec:
-    """Return a spec whose inner steps take about 15 ms on one core. In `changes`, __ stands for a dot."""
-    small = {
-        "name": name,
-        "model.hidden_size": 64,
-        "model.num_layers": 2,
-        "model.num_heads": 4,
-        "model.mlp_size": 128,
-        "data.sequence_length": 64,
-        "train.batch_size": 4,
-        "train.total_steps": 1_000_000,
-        "train.warmup_steps": 10,
-        "evaluate.num_sequences": 16,
-    }
+    """Return a spec of a small model. In `changes`, __ stands for a dot."""
     dotted = {field.replace("__", "."): value for field, value in changes.items()}
-    return PRESETS["tiny"].with_changes(small | dotted, origin="test")
+    return PRESETS["tiny"].with_changes({"name": name, "train.warmup_steps": 10} | SMALL | dotted, origin="test")
 
 
 def write_spec(spec: TrainerSpec, folder: Path) -> Path:
