@@ -1,7 +1,7 @@
 """Tell what a run costs a machine: memory, disk space, traffic, and the time to fetch a state.
 
 `noloco init`, `noloco doctor` and `noloco join` print the same costs, which docs/generate.py also writes into
-docs/operators.md. A run that can never fit on the machine is refused before its model is built. Only functions that
+docs/reference.md. A run that can never fit on the machine is refused before its model is built. Only functions that
 look at the machine import torch, because `noloco init` starts without it.
 """
 
