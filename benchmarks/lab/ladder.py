@@ -3,6 +3,7 @@
     python benchmarks/lab/ladder.py list [--sizes 0.1M,0.3M]                    cells, what is done, and the CPU hours
     python benchmarks/lab/ladder.py run [--sizes 0.1M] [--only ours] [--minutes 5] [--device cuda]
     python benchmarks/lab/ladder.py table                                       what is done, as in results/ladder.txt
+    python benchmarks/lab/page.py                                               tables and plots of docs/results.md
 
 A cell is one run: a size, an optimizer, a rule with its settings, a link and a seed. `run` runs the cells that
 results/ladder.jsonl lacks, and appends each when it is done. It begins none that would not end within --minutes. Two
@@ -104,6 +105,7 @@ RULES: dict[str, tuple[str, int, tuple[tuple[float, float], ...]]] = {
     "local": ("local", 1, ((0.0, 1.0),)),  # with one merge at the end
     "noloco-50": ("swarm", 50, ((0.5, 0.7),)),  # the paper's algorithm
     "ours": ("swarm", 0, ((0.0, 1.0),)),
+    "ours-outer": ("swarm", 30, ((0.3, 0.7), (0.5, 0.7))),  # with an outer step, and without waiting
 }
 HEADER = f"{'':13}{'lr':>8} {'outer':>9} {'loss':>7} {'merged':>7}  {'seeds':32}  steps  age  use bytes"
 
@@ -147,7 +149,7 @@ def ladder(found: list[dict[str, Any]], *, is_estimate: bool = False) -> Iterato
 
     If `is_estimate`, settings that are not known yet are arbitrary.
     """
-    scores = {cell_of(row): _score(row) for row in found}
+    scores = {cell_of(row): score(row) for row in found}
     grids: dict[tuple[str, str], list[Cell]] = defaultdict(list)
     for cell in tuning():
         grids[cell.optimizer, cell.rule].append(cell)
@@ -164,13 +166,13 @@ def ladder(found: list[dict[str, Any]], *, is_estimate: bool = False) -> Iterato
 
 def _questions(cell: Cell) -> Iterator[Cell]:
     rule, asks_all = cell.rule, cell.size == AT_ALL_LINKS and cell.seed == 1 and cell.optimizer == "muon"
-    if rule != "ours":  # whose slices would be the whole model on a link that takes no time
+    if not rule.startswith("ours"):  # whose slices would be the whole model on a link that takes no time
         yield replace(cell, link=FREE)
     if rule == "local":
         return
     links = ("100", "20", "200", "1000") if asks_all else ("100",)
     yield from (replace(cell, link=link) for link in links if rule != "ddp" or asks_all)
-    if asks_all and rule != "ddp":
+    if asks_all and rule not in ("ddp", "ours-outer"):
         yield from (replace(cell, link="100", replicas=num) for num in (4, 16))
         yield replace(cell, link="100", slow=0.1)
         yield replace(cell, link="100", absent=0.1)
@@ -180,7 +182,7 @@ def cell_of(row: dict[str, Any]) -> Cell:
     return Cell(**{name: row[name] for name in Cell.__dataclass_fields__})
 
 
-def _score(row: dict[str, Any]) -> float:
+def score(row: dict[str, Any]) -> float:
     """Return the loss of the weights that a run would hand out, where the replicas are not equal at its end."""
     return row["merged_loss" if row["rule"] in ("local", "streaming", "streaming-30") else "loss"]
 
@@ -254,10 +256,10 @@ def table(found: list[dict[str, Any]]) -> str:
         shape = SIZES[size]
         of_size = f"{shape.num_parameters:,} parameters, {shape.steps} steps"
         lines += ["", f"{stage}: {size} ({of_size}), {optimizer}, link {link}, {others}", HEADER]
-        for cell, rows in sorted(cells.items(), key=lambda item: fmean(map(_score, item[1]))):
+        for cell, rows in sorted(cells.items(), key=lambda item: fmean(map(score, item[1]))):
             means = {name: fmean(row[name] for row in rows) for name in ("loss", "merged_loss", "steps")}
             swaps = {name: fmean(row["swaps"][name] for row in rows) for name in ("age_steps", "link_use")}
-            each = " ".join(f"{row['seed']}: {_score(row):.4f}" for row in sorted(rows, key=lambda row: row["seed"]))
+            each = " ".join(f"{row['seed']}: {score(row):.4f}" for row in sorted(rows, key=lambda row: row["seed"]))
             sent = fmean(row["sent_per_parameter_step"] for row in rows)
             lines.append(
                 f"{cell.rule:13}{cell.learning_rate:8.5f} {cell.alpha:4.1f} {cell.beta:4.1f} {means['loss']:7.4f} "
