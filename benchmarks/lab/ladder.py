@@ -145,7 +145,7 @@ def _tuned_on(rule: str) -> str:
 
 
 def ladder(found: list[dict[str, Any]], *, is_estimate: bool = False) -> Iterator[Cell]:
-    """Yield the cells whose settings the tuning has chosen, the smallest first, or none before it is complete.
+    """Yield the cells whose settings the tuning has chosen, the smallest first.
 
     If `is_estimate`, settings that are not known yet are arbitrary.
     """
@@ -153,9 +153,9 @@ def ladder(found: list[dict[str, Any]], *, is_estimate: bool = False) -> Iterato
     grids: dict[tuple[str, str], list[Cell]] = defaultdict(list)
     for cell in tuning():
         grids[cell.optimizer, cell.rule].append(cell)
-    if not is_estimate and not all(cell in scores for cell in tuning()):
-        return  # the rest of the grid could still change what is best
-    best = [min(cells, key=lambda cell: scores.get(cell, math.inf)) for cells in grids.values()]
+    # What is missing of a grid could still change what is best.
+    known = [cells for cells in grids.values() if is_estimate or all(cell in scores for cell in cells)]
+    best = [min(cells, key=lambda cell: scores.get(cell, math.inf)) for cells in known]
     for size, shape in SIZES.items():
         for seed, tuned in product(range(1, 1 + shape.seeds), best):
             rate = round(tuned.learning_rate * BASE_WIDTH / shape.hidden, 6)
