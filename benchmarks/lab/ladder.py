@@ -93,9 +93,9 @@ SIZES = {
 }
 AT_ALL_LINKS = "0.3M"  # the size at which all questions are asked
 FLOPS_PER_S = 5e10  # of one thread of the CPUs in results/ladder.txt, beside other work; for `--minutes`
-RATES = (0.004, 0.008, 0.016)  # of the tuning
+RATES = {"muon": (0.008, 0.016, 0.032), "adamw": (0.004, 0.008, 0.016)}  # of the tuning
 # The settings that the tuning tries for each rule: (rule of rules.py, or "swarm"; inner steps; outer alpha and beta).
-NESTEROV = ((0.9, 0.3), (0.9, 0.7))
+NESTEROV = ((0.9, 0.7), (0.9, 1.0), (0.6, 0.9))
 RULES: dict[str, tuple[str, int, tuple[tuple[float, float], ...]]] = {
     "ddp": ("ddp", 1, ((0.0, 1.0),)),
     "diloco-30": ("diloco-nesterov", 30, NESTEROV),
@@ -135,7 +135,7 @@ class Cell:
 def tuning() -> Iterator[Cell]:
     for optimizer in ("muon", "adamw"):
         for rule, (_, _, outers) in RULES.items():
-            for rate in RATES:
+            for rate in RATES[optimizer]:
                 for alpha, beta in outers:
                     yield Cell("0.1M", optimizer, rule, _tuned_on(rule), 0, rate, alpha, beta)
 
