@@ -30,7 +30,7 @@ from noloco_p2p.outer.weights import Weights
 from noloco_p2p.simulate.clock import run_virtual
 from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.plan import Event, Plan, peer_name
-from noloco_p2p.simulate.result import Result, Swaps
+from noloco_p2p.simulate.result import Point, Result, Swaps
 from noloco_p2p.telemetry.metrics import Metrics
 
 FIRST_BYTES = 0.6  # per element; the size of the first slice assumes it
@@ -93,6 +93,7 @@ class LabReplica:
             self.weights.take(donor.weights.tensors())
             self.mixing.restart(progress=donor.mixing.progress)
         self.swaps: list[Swapped] = []
+        self.curve: list[Point] = []
         self.steps = self.sent_bytes = self.num_failed = 0
         self.moved_s = 0.0
         self.is_swapping = self.is_leaving = False
@@ -119,6 +120,9 @@ class LabReplica:
                 self.mixing.outer_step()
             if lab.limit_s:
                 self.mixing.progress = min(1.0, lab.now_s() / lab.limit_s)
+            elif self.mixing.progress * lab.plan.evaluations >= len(self.curve) + 1 - 1e-9:
+                [loss] = lab.stack.evaluate(lab.stack.flat[[self.number]], lab.material.validation)
+                self.curve.append(Point(self.number, self.steps, lab.now_s(), loss, self.sent_bytes))
 
     def may_swap(self) -> bool:
         plan, is_waiting = self._lab.plan, self._lab.material.spec.outer.wait
@@ -335,7 +339,7 @@ class Swarm:
             sent_per_parameter_step=sent_bytes / max(1, steps) / self.stack.num_parameters,
             steps=steps / len(self.all),
             virtual_s=virtual_s,
-            curve=(),
+            curve=tuple(point for replica in self.all for point in replica.curve),
             swaps=Swaps.mean(
                 Swaps(
                     committed=len(replica.swaps),
