@@ -112,7 +112,7 @@ def _assistant_spans(tokenizer: PreTrainedTokenizerBase, messages: list[Message]
         if not text.startswith(upto):
             content = message["content"].strip()
             said = upto[upto.rindex(content) :] if content in upto else ""
-            end = text.find(said, begin) + len(said) if said else -1
+            end = text.index(said, begin) + len(said) if said and said in text[begin:] else -1
         if not len(history) <= begin <= end:
             raise ValueError(
                 f"it shows message {index + 1} in another way if more messages follow; mark what the assistant says "

@@ -47,6 +47,7 @@ THINKS_LAST = (
 )
 # QwQ begins the thought in the generation prompt, but shows no thoughts.
 ASKS_TO_THINK = CHATML.replace("assistant\\n' }}{% endif %}", "assistant\\n<think>' }}{% endif %}")
+ENDS_OTHERWISE = CHATML.replace("{% endfor %}", "{% if loop.last %}<|im_end|>{% endif %}{% endfor %}", 1)
 REWRITES = "{% for m in messages %}{{ m['content'] + (messages | length) | string }}{% endfor %}"
 
 
@@ -162,6 +163,7 @@ def test_an_end_of_a_turn_is_found_where_its_text_also_stands_before() -> None:
     ("template", "reason"),
     [
         (REWRITES, "it shows message 3 in another way if more messages follow; mark what the"),
+        (ENDS_OTHERWISE, "it shows message 3 in another way if more messages follow; mark what the"),
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("{{ messages.nothing.at_all }}", "'list object' has no attribute 'nothing'"),
     ],
