@@ -165,6 +165,8 @@ def test_an_end_of_a_turn_is_found_where_its_text_also_stands_before() -> None:
         (REWRITES, "it shows message 3 in another way if more messages follow; mark what the"),
         (ENDS_OTHERWISE, "it shows message 3 in another way if more messages follow; mark what the"),
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ ''.__class__.__mro__ }}", "access to attribute '__class__' of 'str' object is unsafe"),
+        ("{% include '/etc/passwd' %}", "no loader for this environment specified"),
         ("{{ messages.nothing.at_all }}", "'list object' has no attribute 'nothing'"),
     ],
 )
