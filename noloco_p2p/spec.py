@@ -185,9 +185,20 @@ class SourceSpec(Section):
     validation_split: str = field(
         "validation", "validation split of a hub data set; if empty, documents of `split` are held out"
     )
+    format: Literal["text", "chat", "prompt"] = field(
+        "text",
+        "what a row holds: `text`; a `chat` in `messages` or `conversations`; or a `prompt` and its `completion`; "
+        "the last two use the tokenizer's chat template, and only the assistant's tokens count in the loss",
+    )
     text_field: str = field(
         "text", "name of the text field in JSON Lines or Parquet files; a field `input_ids` with token ids also works"
     )
+
+    @model_validator(mode="after")
+    def _the_built_in_corpus_is_text(self) -> SourceSpec:
+        if self.source == "stdlib" and self.format != "text":
+            raise ValueError(f"format must be 'text' for the built-in corpus (source 'stdlib'), not {self.format!r}")
+        return self
 
 
 class MixSpec(SourceSpec):
@@ -239,6 +250,11 @@ class DataSpec(SourceSpec):
             return ((self, 1.0),)
         total = sum(part.weight for part in self.mix)
         return tuple((part, part.weight / total) for part in self.mix)
+
+    @property
+    def packs_samples(self) -> bool:
+        """Return whether a sequence holds whole samples that do not see each other, instead of a cut of the text."""
+        return any(part.format != "text" for part, _ in self.parts())
 
 
 class TrainSpec(Section):
@@ -585,6 +601,10 @@ class TrainerSpec(Spec):
         if not self.model.parameter_seeds:
             raise ValueError(
                 "model.parameter_seeds must be true in a run with stages, because a peer initializes only its part"
+            )
+        if self.data.packs_samples:
+            raise ValueError(
+                "data.format must be 'text' in a run with stages, because the borders of samples do not travel yet"
             )
         if self.model.lora.rank:
             raise ValueError(

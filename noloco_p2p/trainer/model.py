@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from noloco_p2p.data.samples import read_marks
 from noloco_p2p.errors import ModelError
 from noloco_p2p.spec import DataSpec, ModelSpec
 from noloco_p2p.trainer.lora import add_adapters, base_dtype
@@ -195,9 +196,20 @@ def causal_lm_loss(model: nn.Module, tokens: Tensor) -> Tensor:
     return model(input_ids=tokens, labels=tokens).loss
 
 
-def causal_lm_logits(model: nn.Module, tokens: Tensor) -> Tensor:
+def samples_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    """Return the mean cross-entropy of the learned tokens of a marked batch (`data/samples.py`)."""
+    ids, targets, positions = read_marks(batch)
+    return model(input_ids=ids, labels=targets, position_ids=positions).loss
+
+
+def loss_for(data: DataSpec) -> Callable[[nn.Module, Tensor], Tensor]:
+    """Return the loss for the batches of a run, whose data decide whether they are marked."""
+    return samples_loss if data.packs_samples else causal_lm_loss
+
+
+def causal_lm_logits(model: nn.Module, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
     """Return logits of shape (sequences, tokens, vocabulary) for `tokens` of shape (sequences, tokens)."""
-    return model(input_ids=tokens).logits
+    return model(input_ids=tokens, **({} if positions is None else {"position_ids": positions})).logits
 
 
 def configure_for_export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -38,6 +38,11 @@ ELSEWHERE = {
     "noloco doctor TICKET": "test_monitoring.py",
     "noloco init run.toml --preset small --name mine --set data.source=corpus --set data.tokenizer=mine "
     "--set model.vocab_size=32000": "test_without_hub.py",
+    "noloco init run.toml --preset finetune --pretrained Qwen/Qwen2.5-1.5B-Instruct": "test_fine_tuning.py",
+    "noloco data check run.toml --data chats='chats/*.jsonl'": "test_data_and_evaluate.py",
+    "noloco join run.toml --data chats='chats/*.jsonl'": "test_fine_tuning.py",
+    "noloco join TICKET --data chats='chats/*.jsonl'": "test_fine_tuning.py",
+    "noloco export --merge TICKET DIR --adapters": "test_fine_tuning.py",
     "noloco join TICKET --gpus 8": "test_gpus.py, with two processes",
     "noloco join run.toml --tracker wandb": "wandb is not among what tests install",
     "noloco join big.toml --stage 0": "test_stages.py",

@@ -135,7 +135,7 @@ def test_settings_in_the_environment_and_in_the_file_name_themselves(
     ("arguments", "code", "said"),
     [
         (["init", "run.toml"], 3, "run.toml already exists; choose another name, or overwrite it with --force"),
-        (["init", "--preset", "huge", "other.toml"], 3, "choose one of tiny, small, medium, large, paper"),
+        (["init", "--preset", "huge", "other.toml"], 3, "choose one of tiny, small, medium, large, paper, finetune"),
         (["init", "nowhere/run.toml"], 3, "cannot be written"),
         (["monitor", "run.toml"], 3, "not a ticket"),
         (["evaluate", "nothing"], 1, "nothing does not exist"),
