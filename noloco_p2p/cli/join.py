@@ -128,10 +128,12 @@ def _train(
         for warning in needs.warnings(settings):
             log.warning(warning)
         peer.wait_for_router()
-        _say("others join with:")
-        _say(f"noloco join {peer.ticket}")
-        if not only_public(Ticket.decode(peer.ticket).addresses):
-            _say("(the ticket has only private addresses; for peers on other networks, restart with --announce HOST)")
+        if isinstance(target, Ticket):
+            _say("others join with the ticket that `noloco ticket` prints")
+        else:
+            _say(f"others join with:\nnoloco join {peer.ticket}")
+            if not only_public(Ticket.decode(peer.ticket).addresses):
+                _say("(it has only private addresses; for peers on other networks, restart with --announce HOST)")
         entry.write(ticket_file, peer.ticket, flag="--ticket-file", is_secret=bool(spec.run_key))
         _leave_on_signals(peer)
         if interrupts:  # a `__del__` has swallowed it, which happens while libraries are imported

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from noloco_p2p.cli.entry import resolve
 from noloco_p2p.cli.options import Json, print_json, takes_settings
 from noloco_p2p.control import ask
 from noloco_p2p.errors import SettingsError
@@ -49,9 +48,9 @@ def monitor(
     settings: PeerSettings,
 ) -> None:
     """Show the whole swarm, based only on the records in the DHT."""
-    from noloco_p2p.ticket import Ticket
+    from noloco_p2p.ticket import Ticket, contents
 
-    entry = Ticket.decode(resolve(ticket))
+    entry = Ticket.decode(contents(ticket))
     if listen and not web:
         raise SettingsError("--listen requires --web")
     if web and (watch or as_json):

@@ -13,9 +13,9 @@ from typing import Annotated, Any, cast, get_type_hints
 import typer
 from pydantic.fields import FieldInfo
 
-from noloco_p2p.cli import entry
 from noloco_p2p.errors import SettingsError
 from noloco_p2p.settings import Flag, PeerSettings, kind_of
+from noloco_p2p.ticket import contents
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Changes = Annotated[
@@ -40,7 +40,7 @@ def takes_settings(*names: str) -> Callable[[Callable[..., None]], Callable[...,
             given = {name: arguments.pop(name) for name in fields}
             for name, value in given.items():
                 if isinstance(value, list):  # empty if the flag was not given
-                    given[name] = [entry.resolve(word) for word in value] or None
+                    given[name] = [contents(word) for word in value] or None
             verb(**arguments, settings=PeerSettings.load(given))
 
         parameters: list[inspect.Parameter] = []

@@ -22,7 +22,7 @@ from noloco_p2p.spec import Spec
 from noloco_p2p.swarm.dial_back import Verdict
 from noloco_p2p.swarm.records import STATES
 from noloco_p2p.telemetry.progress import Progress
-from noloco_p2p.ticket import Ticket, is_ticket
+from noloco_p2p.ticket import Ticket, find
 
 if TYPE_CHECKING:
     from typing import Self
@@ -42,9 +42,7 @@ def resolve(target: Spec | Ticket | Path | str | None) -> Spec | Ticket:
         return target
     if target is None:  # for example, if a script passes on an optional argument
         raise SettingsError("Peer.join needs a spec, the path of a spec file, or a ticket; it got None")
-    if isinstance(target, str) and is_ticket(target):
-        return Ticket.decode(target)
-    return Spec.load(target)
+    return (find(target) if isinstance(target, str) else None) or Spec.load(target)
 
 
 class Peer:
