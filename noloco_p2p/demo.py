@@ -18,10 +18,11 @@ from typing import Any
 
 from noloco_p2p.errors import NolocoError, SettingsError
 from noloco_p2p.peer.run_folder import folder_of
+from noloco_p2p.peer_name import named
 from noloco_p2p.presets import PRESETS, render
 from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.swarm.launch import with_parent
-from noloco_p2p.telemetry.console import aligned, count, counted, loss, mib, named, percent
+from noloco_p2p.telemetry.console import aligned, count, counted, loss, mib, percent
 from noloco_p2p.telemetry.events import read_events
 from noloco_p2p.telemetry.metrics import FAILED, Metrics
 from noloco_p2p.telemetry.progress import Progress

@@ -9,10 +9,12 @@ from typing import Annotated, Any
 
 import typer
 
+from noloco_p2p.bans import BanList
 from noloco_p2p.cli.options import Json, parse_duration, print_json, takes_settings
 from noloco_p2p.control import ask, is_held
+from noloco_p2p.peer_name import find, named
 from noloco_p2p.settings import PeerSettings
-from noloco_p2p.telemetry.console import count, counted, duration, loss, mib, named, numbered_stages, percent
+from noloco_p2p.telemetry.console import count, counted, duration, loss, mib, numbered_stages, percent
 from noloco_p2p.telemetry.metrics import FAILED
 from noloco_p2p.telemetry.progress import line as progress_line
 
@@ -58,7 +60,8 @@ def status_lines(reply: dict[str, Any]) -> list[str]:
     if reply["live_peers_is_estimate"]:
         others = f"about {others}"
     ways = Counter(reply["neighbours"].values()).most_common()
-    partner = f", last with {named(reply['last_partner'])}" if reply["last_partner"] else ""
+    last = reply["last_partner"]
+    partner = f", last with {named(last, reply['peers'].get(last, ''))}" if last else ""
     failed = ", ".join(f"{reply[name]} {name.removeprefix('failed_')}" for name in FAILED if reply[name])
     tokens = "" if reply["tokens"] is None else f"{count(reply['tokens'])} tokens, "  # some trainers do not count
     is_hidden = reply["settings"]["hide_contribution"]["value"]
@@ -88,7 +91,7 @@ def status_lines(reply: dict[str, Any]) -> list[str]:
         "traffic": f"{mib(reply['bytes_sent'])} out, {mib(reply['bytes_received'])} in",
         "fault": reply["last_fault"] or "none",
         "settings": "\n".join(_settings(reply["settings"])),
-        "ticket": reply["ticket"],
+        "ticket": "printed by `noloco ticket`",
     }
     return [
         f"{'' if number else head:8}  {text}"
@@ -214,8 +217,10 @@ def _wait_for(state: str, folder: Path, *, timeout_s: float) -> None:
 
 @takes_settings("state_dir")
 def ban(
-    peer_id: str | None = typer.Argument(
-        None, help="The id of the peer to ban (12D3Koo...). Without it, all bans are listed."
+    peer: str | None = typer.Argument(
+        None,
+        help="The peer to ban, as the log and the monitor show it: its id, the end of its id, or its name. "
+        "Without it, all bans are listed.",
     ),
     reason: str = typer.Option(
         "manual ban by this peer's owner", help="The reason, as shown to the peer and in the log."
@@ -227,9 +232,8 @@ def ban(
     as_json: Json = False,
 ) -> None:
     """Ban a peer, or list the banned peers. A ban is local, and a running peer enforces it immediately."""
-    from noloco_p2p.bans import BanList
-
     bans = BanList(settings.state_dir / "bans.json")
+    peer_id = _find(peer, settings.state_dir, bans) if peer else None
     if peer_id and lift:
         print(f"{peer_id} is no longer banned" if bans.lift(peer_id) else f"{peer_id} is not on the ban list")
     elif peer_id:
@@ -242,6 +246,12 @@ def ban(
             print(f"{banned} is {bans.why(banned)}")
         if not bans.all():
             print("no peer is banned")
+
+
+def _find(text: str, folder: Path, bans: BanList) -> str:
+    """Return the id of the peer that `text` means, among those that are banned or that a running peer knows."""
+    reply = ask(folder, "status") or {}
+    return find(text, dict.fromkeys(bans.all(), "") | reply.get("peers", {}))
 
 
 @takes_settings("state_dir")

@@ -23,8 +23,8 @@ from noloco_p2p.gossip.seams import Candidate, FrameStream, Outside
 from noloco_p2p.gossip.swap import Counts, Diverged, Ended, Shared, Swap, send_within
 from noloco_p2p.gossip.units import Slice
 from noloco_p2p.owned_tasks import OwnedTasks
+from noloco_p2p.peer_name import named
 from noloco_p2p.rates import Rates
-from noloco_p2p.telemetry.console import named
 
 log = logging.getLogger(__name__)
 
@@ -470,8 +470,9 @@ class Gossip:
             self._outside.on_corrupt(partner, str(error))
 
     def _note(self, peer: str, what: str, error: PeerError) -> None:
-        self.counts.last_failure = f"{named(peer)}: {what}: {error}" + (f"; {error.advice}" if error.advice else "")
-        log.info("%s: %s: %s", named(peer), what, error)
+        who = next((named(peer, each.name) for each in self._directory.live() if each.peer_id == peer), named(peer))
+        self.counts.last_failure = f"{who}: {what}: {error}" + (f"; {error.advice}" if error.advice else "")
+        log.info("%s: %s: %s", who, what, error)
 
 
 def _is_possible(standing: Standing) -> bool:

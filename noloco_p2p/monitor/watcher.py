@@ -15,6 +15,7 @@ from statistics import fmean, median
 from typing import Any
 
 from noloco_p2p.monitor.notices import WINDOW_S, notices
+from noloco_p2p.peer_name import named
 from noloco_p2p.spec import MAX_STAGES
 from noloco_p2p.swarm.clock import DhtClock
 from noloco_p2p.swarm.directory import WHOLE_S, SwarmDirectory, find_somebody, reader
@@ -79,6 +80,7 @@ class Member:
         return {
             "peer_id": record.peer_id,
             "name": record.name,
+            "shown": named(record.peer_id, record.name),
             "health": str(Health.of(record.state, age_s)),
             "state": record.state,
             "paused_by": record.paused_by if record.state == "paused" else "",
@@ -145,6 +147,9 @@ class Watcher:
         while len(self._window) > 1 and now_s - self._window[0][0] > WINDOW_S:
             self._window.popleft()
         rows = [member.row(now_s=now_s) for _, member in sorted(self.members.items())]
+        shown = {row["peer_id"]: row["shown"] for row in rows}
+        for row in rows:
+            row["last_shown"] = shown.get(last, named(last)) if (last := row["last_partner"]) else ""
         stages = stage_rows([row for row in rows if is_living(row)])
         lately = {name: self._counts[name] - self._window[0][1][name] for name in COUNTED}
         health = Counter(row["health"] for row in rows)

@@ -242,6 +242,10 @@ class SwarmDirectory:
             if record.state != "leaving" and (drawn is None or record.peer_id in drawn)
         ]
 
+    def names(self) -> list[tuple[str, str]]:
+        """Return the ids and names of the other peers that were seen within the TTL, with the newest record first."""
+        return [(record.peer_id, record.name) for record, _ in sorted(self.records(), key=lambda each: each[1])]
+
     def record_of(self, peer_id: str) -> PeerRecord | None:
         """Return the record of a peer that was read from any bucket within the TTL, even of one that is leaving."""
         record, made_at_s = self._known.get(peer_id, (None, 0.0))
@@ -519,6 +523,7 @@ def _candidate(record: PeerRecord) -> Candidate:
         stage=record.stage,
         capacity=record.metrics.capacity,
         loss=record.metrics.loss,
+        name=record.name,
         nearby=nearby[0] if nearby else "",
     )
 

@@ -155,11 +155,6 @@ def describe_swaps(metrics: Metrics) -> str:
     return ", ".join(parts)
 
 
-def named(peer_id: str) -> str:
-    """Shorten a peer id to its last characters, because all ids begin with the same ones."""
-    return f"..{peer_id[-6:]}"
-
-
 def numbered_stages(stages: Sequence[int]) -> str:
     """Format stages: [2] -> 'stage 2', [1, 2] -> 'stages 1, 2'."""
     return f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"

@@ -213,9 +213,7 @@ class Metrics:
         "tokens per second that the peer could process if it never had to wait (only with stages)",
         Shown(key="cap"),
     )
-    last_partner: str = _text(
-        "peer id", "partner of the last swap that was applied", Shown(key="with", column="last with", rank=5)
-    )
+    last_partner: str = _text("peer id", "partner of the last swap that was applied", Shown(key="with"))
 
     @property
     def failed(self) -> dict[str, int]:

@@ -33,9 +33,9 @@ from noloco_p2p.outer.robust_mean import RobustMean, leave_out_far, robust_mean
 from noloco_p2p.outer.saved_state import STATE_FILE, check_layout, read_state, vector_in
 from noloco_p2p.outer.weights import WEIGHTS, check_vectors, vectors_of
 from noloco_p2p.peer.run_folder import check_checkpoint_folder, stage_folder
+from noloco_p2p.peer_name import named
 from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.swarm.directory import WHOLE_S, find_somebody, reader
-from noloco_p2p.telemetry.console import named
 from noloco_p2p.telemetry.progress import Progress
 from noloco_p2p.ticket import Ticket
 from noloco_p2p.trainer.cut import cut_of
@@ -189,7 +189,9 @@ class LiveRun:
                 num_asked += 1
                 target = Path(folder, f"{num_asked}.safetensors")
                 try:
-                    with self.progress.task(f"fetching the state of {named(peer.peer_id)}", unit="bytes") as report:
+                    with self.progress.task(
+                        f"fetching the state of {named(peer.peer_id, peer.name)}", unit="bytes"
+                    ) as report:
                         manifest = await fetch_state(
                             self._transport, [peer], admission, target=target, on_progress=report
                         )

@@ -286,13 +286,16 @@ def test_a_peer_trains_once_its_hours_begin(tmp_path: Path) -> None:
 
 def test_leaving_keeps_everything_and_the_same_command_resumes(swarm: Swarm, tmp_path: Path) -> None:
     """The peer exits with code 0, a last checkpoint and a final line; no process, socket or lock remains."""
-    with PeerProcess(swarm.first.ticket, tmp_path / "guest") as guest:
+    with PeerProcess(swarm.first.ticket, tmp_path / "guest", "--name", "Guest") as guest:
         guest.event("report")
         guest.give_way()
         p2pd = guest.p2pd()
         daemon_socket = Path(next(a for a in p2pd.cmdline() if a.startswith("-listen="))[len("-listen=/unix") :])
         assert daemon_socket.exists()
         swarm.first.report_where(lambda event: event["live_peers"] == 2)
+        banned = noloco("ban", "Guest", "--state-dir", swarm.first.folder)
+        assert banned.stdout.startswith(f"{guest.peer_id} is banned here for another "), banned.stderr
+        assert noloco("ban", guest.peer_id[-6:], "--lift", "--state-dir", swarm.first.folder).returncode == 0
         done = noloco("leave", "--state-dir", guest.folder)
         assert (done.returncode, "the peer has left" in done.stdout) == (0, True)
         assert guest.wait() == 0
