@@ -11,6 +11,7 @@ import typer
 
 from noloco_p2p._version import __version__
 from noloco_p2p.cli import checks, demo, join, local, model, monitor, runs, simulate
+from noloco_p2p.cli.options import Grouped
 from noloco_p2p.errors import IdentityError, NolocoError, PeerError, SettingsError, SpecError, TicketError, printable
 from noloco_p2p.telemetry.console import PrintableStream
 
@@ -31,7 +32,7 @@ for verb in (
     *(checks.doctor, runs.bootstrap, model.fork, model.evaluate, model.export),
     *(demo.demo, simulate.simulate, local.ban),
 ):
-    app.command()(verb)
+    app.command(cls=Grouped if verb is join.join else None)(verb)
 app.add_typer(checks.data, name="data")
 app.command(name="id")(local.identity)
 

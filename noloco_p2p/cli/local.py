@@ -14,7 +14,7 @@ from noloco_p2p.cli.options import Json, parse_duration, print_json, takes_setti
 from noloco_p2p.control import ask, is_held
 from noloco_p2p.peer_name import find, named
 from noloco_p2p.settings import PeerSettings
-from noloco_p2p.telemetry.console import count, counted, duration, loss, mib, numbered_stages, percent
+from noloco_p2p.telemetry.console import count, counted, duration, given, loss, mib, numbered_stages, percent
 from noloco_p2p.telemetry.metrics import FAILED
 from noloco_p2p.telemetry.progress import line as progress_line
 
@@ -63,7 +63,6 @@ def status_lines(reply: dict[str, Any]) -> list[str]:
     last = reply["last_partner"]
     partner = f", last with {named(last, reply['peers'].get(last, ''))}" if last else ""
     failed = ", ".join(f"{reply[name]} {name.removeprefix('failed_')}" for name in FAILED if reply[name])
-    tokens = "" if reply["tokens"] is None else f"{count(reply['tokens'])} tokens, "  # some trainers do not count
     is_hidden = reply["settings"]["hide_contribution"]["value"]
     lines = {
         "peer": f"{reply['peer_id']} (process {reply['pid']}, noloco_p2p {reply['software']})",
@@ -80,14 +79,14 @@ def status_lines(reply: dict[str, Any]) -> list[str]:
         ),
         "reach": f"{reply['reach']['state']}: {reply['reach']['sentence']}"
         + (f"\nneighbours: {', '.join(f'{number} {way}' for way, number in ways)}" if ways else ""),
-        "swaps": f"{reply['swaps']} ({reply['swaps_per_min']:.1f}/min, {percent(reply['link_use'])} of the link)"
+        "swaps": f"{reply['swaps']} ({reply['swaps_per_min']:.1f}/min, {percent(reply['link_use'])} of the link"
+        + (f", {reply['swap_s']:.2g} s each)" if reply["swap_s"] else ")")
         + partner
         + (f"; failed: {failed}" if failed else "")
         + _mixing(reply),
         "training": f"loss {loss(reply['loss'])}, validation {loss(reply['validation_loss'])}, "
         f"{count(reply['tokens_per_s'])} tokens/s",
-        "given": f"{duration(reply['trained_s'])} of training, {tokens}{counted(reply['swaps'], 'swap')}"
-        + (" (time and tokens are hidden from other peers)" if is_hidden else ""),
+        "given": given(reply) + (" (time and tokens are hidden from other peers)" if is_hidden else ""),
         "traffic": f"{mib(reply['bytes_sent'])} out, {mib(reply['bytes_received'])} in",
         "fault": reply["last_fault"] or "none",
         "settings": "\n".join(_settings(reply["settings"])),
@@ -146,18 +145,19 @@ def leave(
     settings: PeerSettings,
     timeout_s: float = typer.Option(120.0, "--timeout", help="Seconds to wait for the peer to exit."),
 ) -> None:
-    """Ask the peer on this machine to leave, and wait until it has exited."""
+    """Ask the peer on this machine to leave, and wait until it has exited. The exit code is 1 if none is running."""
     folder, until_s = settings.state_dir, time.monotonic() + timeout_s
     reply = ask(folder, "leave")
     if reply is None:
         _say_absent(folder)
-        raise typer.Exit(1 if is_held(folder) else 0)
+        raise typer.Exit(1)
     while is_held(folder):
         if time.monotonic() > until_s:
             print(f"the peer (process {reply['pid']}) was asked to leave but did not exit within {timeout_s:.0f} s")
             raise typer.Exit(1)
         time.sleep(POLL_S)
-    print("the peer has left; run the command that started it to resume from its last checkpoint")
+    thanks = f". Thank you for {given(reply)}" if "swaps" in reply else ""
+    print(f"the peer has left; run the command that started it to resume from its last checkpoint{thanks}")
 
 
 @takes_settings("state_dir")
@@ -170,6 +170,12 @@ def pause(settings: PeerSettings, timeout_s: Timeout = 120.0) -> None:
     if reply["was_asked"] and reply["state"] == "paused":
         print("the peer is already paused; run `noloco resume` to resume it")
         return
+    if reply["is_script"]:
+        print(
+            "waiting until the script calls `peer.wait_while_paused()`, which it does if its loop checks "
+            "`peer.pause_requested`",
+            flush=True,
+        )
     _wait_for("paused", settings.state_dir, timeout_s=timeout_s)
     print("the peer is paused: it will neither train nor swap until you run `noloco resume`")
 

@@ -18,7 +18,7 @@ from noloco_p2p.peer.network import ENTER_TIMEOUT_S, Network
 from noloco_p2p.peer.network_thread import START_TIMEOUT_S, STOP_TIMEOUT_S, NetworkThread
 from noloco_p2p.peer.run_folder import folder_of
 from noloco_p2p.settings import PeerSettings
-from noloco_p2p.spec import Spec
+from noloco_p2p.spec import RunSpec, Spec
 from noloco_p2p.swarm.dial_back import Verdict
 from noloco_p2p.swarm.records import STATES
 from noloco_p2p.telemetry.progress import Progress
@@ -300,13 +300,20 @@ class Peer:
 
     def _on_leave(self) -> dict[str, Any]:
         self.request_leave()
-        return {"leaving": True, "pid": os.getpid()}
+        self._network.count()
+        return {"leaving": True, "pid": os.getpid(), **self.metrics.as_dict()}
 
     def _on_pause(self) -> dict[str, Any]:
         refusal, was_asked = self._why_no_pause(), self.pausing.is_asked
         if not refusal:
             self.pausing.ask()
-        return {"refusal": refusal, "was_asked": was_asked, "state": self.state, "pid": os.getpid()}
+        return {
+            "refusal": refusal,
+            "was_asked": was_asked,
+            "state": self.state,
+            "pid": os.getpid(),
+            "is_script": isinstance(self._network.spec, RunSpec),
+        }
 
     def _on_resume(self) -> dict[str, Any]:
         was_asked = self.pausing.is_asked

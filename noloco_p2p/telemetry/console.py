@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
@@ -145,6 +145,12 @@ def report_line(metrics: Metrics, *, num_live: int) -> str:
         counted(num_live + 1, "peer"),
     ]
     return " | ".join(parts)
+
+
+def given(metrics: Mapping[str, Any]) -> str:
+    """Describe what a peer has contributed: `2 h 5 min of training, 3.41M tokens, 41 swaps`."""
+    tokens = [] if metrics["tokens"] is None else [f"{count(metrics['tokens'])} tokens"]  # some trainers do not count
+    return ", ".join([f"{duration(metrics['trained_s'] or 0)} of training", *tokens, counted(metrics["swaps"], "swap")])
 
 
 def describe_swaps(metrics: Metrics) -> str:

@@ -91,7 +91,7 @@ class Desk:
     def leave(self) -> None:
         """Let every peer leave in order, unless it has already left."""
         for peer in self._peers:
-            if "leaving\n" not in peer.text:
+            if "leaving; thank you" not in peer.text:
                 peer.send(signal.SIGINT)
         for peer in self._peers:
             assert peer.wait() == 0, peer.text
