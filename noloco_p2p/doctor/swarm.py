@@ -15,10 +15,9 @@ from noloco_p2p.control import ask
 from noloco_p2p.devices import has_own_memory
 from noloco_p2p.doctor import Check
 from noloco_p2p.errors import DirectoryError, NolocoError, PeerError
-from noloco_p2p.gossip.frames import Hello, StateChunk, StateManifest, WantChunks, WantManifest
+from noloco_p2p.gossip.frames import StateChunk, StateManifest, WantChunks, WantManifest
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net.client import GrpcTransport
-from noloco_p2p.net.session import Session
 from noloco_p2p.peer.run_folder import remembered_ports
 from noloco_p2p.peer_name import named
 from noloco_p2p.settings import PeerSettings
@@ -66,9 +65,7 @@ async def examine(ticket: Ticket, settings: PeerSettings) -> AsyncIterator[Check
         for peer_id, offset in list(directory.dialer.offsets.items())[:1]:
             yield clock(peer_id, offset)
         yield await _dialled_back(directory, peers, settings, local)
-        session = Session(directory.identity, ticket.invitation)
-        hello = Hello(directory.peer_id, ticket.run_name, ticket.spec_digest)
-        transport = GrpcTransport(lambda: hello, session=session, guard=directory.node.guard)
+        transport = GrpcTransport.from_outside(ticket, directory.identity, directory.node.guard)
         manifest, bytes_per_s, bandwidth = await _download(peers, transport)
         yield bandwidth
         if manifest is None:

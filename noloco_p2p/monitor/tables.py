@@ -25,6 +25,7 @@ LEVELS = {"bad": "bold red", "warn": "yellow", "info": "dim"}
 MAX_NOTICES = 4
 STAGES_SHARE = 3  # the table of stages uses at most a third of the height
 IN_HEADLINE = 4  # values of the swarm; the others are on the second line
+HERE = " (here)"  # on this machine
 GAP = 2  # between two columns
 
 
@@ -87,7 +88,9 @@ def _field(name: str, rank: int, key: str = "", **more: Any) -> Column:
     return Column(name, rank, lambda row: row[key or name], **more)
 
 
-PEER = Column("peer", 0, lambda peer: peer["name"].casefold(), lambda peer: peer["shown"], is_text=True)
+PEER = Column(
+    "peer", 0, lambda peer: peer["name"].casefold(), lambda peer: peer["shown"] + HERE * peer["is_own"], is_text=True
+)
 STAGE_OF_PEER = _field("stage", 1)
 COLUMNS = (
     Column("state", 0, _state_key, _state, is_text=True),
@@ -186,7 +189,9 @@ def values(swarm: Row, *, left_s: float | None = None) -> Iterator[dict[str, str
 
 
 def headlines(swarm: Row) -> list[str]:
-    """Return two lines about the whole swarm: `run tiny | peers alive 3 (1 gone) | loss 1.498 (1.4 to 1.6) | ..`."""
+    """Return lines about the whole swarm: `run tiny | peers alive 3 (1 gone) | loss 1.498 (1.4 to 1.6) | ..`, more
+    values, and the model and the data if they are known.
+    """
     shown = [
         f"{value['name']} {value['text']}" + (f" ({value['details']})" if value["details"] else "")
         if value["text"] != "-"
@@ -194,7 +199,8 @@ def headlines(swarm: Row) -> list[str]:
         for value in values(swarm)
     ]
     first, second = shown[:IN_HEADLINE], shown[IN_HEADLINE:]
-    return [" | ".join(filter(None, line)) for line in ([f"run {swarm['run']}", *first], second)]
+    lines = [" | ".join(filter(None, line)) for line in ([f"run {swarm['run']}", *first], second)]
+    return [*lines, swarm["about"]] if swarm["about"] else lines
 
 
 def view(swarm: Row, choice: Choice, *, width: int, height: int) -> Group:
@@ -203,7 +209,8 @@ def view(swarm: Row, choice: Choice, *, width: int, height: int) -> Group:
     from rich.text import Text
 
     peers = choice.of(swarm["peers"])
-    lines: list[Text] = [Text(line, style=style) for line, style in zip(headlines(swarm), ("bold", "dim"), strict=True)]
+    first, *others = headlines(swarm)
+    lines = [Text(first, style="bold"), *(Text(line, style="dim") for line in others)]
     told = swarm["notices"][:MAX_NOTICES] or [{"level": "info", "text": "All is well."}]
     lines += [Text(notice["text"], style=LEVELS[notice["level"]]) for notice in told]
     more = "and {} more: use --filter, --sort or a larger window"

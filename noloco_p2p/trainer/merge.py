@@ -23,10 +23,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from noloco_p2p.errors import CheckpointError, Unreachable
-from noloco_p2p.gossip.frames import Hello
 from noloco_p2p.gossip.seams import Candidate, Transport
 from noloco_p2p.net.client import GrpcTransport
-from noloco_p2p.net.session import Session
 from noloco_p2p.outer.checkpoint import Checkpoint, Checkpoints, Vector
 from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.outer.robust_mean import RobustMean, leave_out_far, robust_mean
@@ -245,9 +243,7 @@ async def live_run(ticket: Ticket, *, progress: Progress, folders: Mapping[str, 
         with progress.task("looking for live peers"):
             await find_somebody(ticket, directory)
             await directory.wait_until_whole(WHOLE_S)
-        session = Session(directory.identity, ticket.invitation)
-        hello = Hello(directory.peer_id, ticket.run_name, ticket.spec_digest)
-        transport = GrpcTransport(lambda: hello, session=session, guard=directory.node.guard)
+        transport = GrpcTransport.from_outside(ticket, directory.identity, directory.node.guard)
         peers = [peer for peer in directory.live() if peer.can_be_called]
         spec = TrainerSpec.of(await fetch_spec(transport, peers, expected_digest=ticket.spec_digest))
         yield LiveRun(spec, transport, live=directory.live, progress=progress, folders=folders)

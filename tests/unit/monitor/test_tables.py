@@ -9,7 +9,8 @@ from rich.console import Console
 
 from noloco_p2p.errors import SettingsError
 from noloco_p2p.monitor.tables import COLUMNS, Choice, headlines, plain, view
-from noloco_p2p.monitor.watcher import Watcher
+from noloco_p2p.monitor.watcher import Own, Watcher
+from noloco_p2p.peer_name import MAX_CHARS
 from noloco_p2p.spec import MAX_STAGES
 from noloco_p2p.swarm.records import PeerRecord
 from noloco_p2p.telemetry.metrics import Metrics
@@ -114,6 +115,26 @@ def test_a_name_stands_beside_the_id() -> None:
     partner = changed(B, sequence=2, last_partner=A.peer_id)
     assert "..aaaaaa 東京 Ada" in plain(swarm(named, partner))[-1], "the partner has the same name there"
     assert [peer["name"] for peer in Choice("peer").of(swarm(named, B)["peers"])] == ["東京 Ada", ""]
+
+
+def test_the_peer_on_this_machine_the_model_and_the_data_are_named() -> None:
+    watcher = Watcher(TICKET)
+    watcher.about = "1,000 parameters, trained on stdlib"
+    told = [(changed(A, name="Ada"), 1.0), (B, 1.0)]
+    seen = watcher.take(told, directory_age_s=0.5, now_s=1_800_000_000.0, own=Own(A.peer_id))
+    lines = plain(seen)
+    assert headlines(seen)[2] == "1,000 parameters, trained on stdlib"
+    assert [line for line in lines if "(here)" in line] == [lines[-2]]
+    assert lines[-2].startswith("..aaaaaa Ada (here)  training")
+    assert drawn(view(seen, Choice(), width=80, height=24), width=80)[2] == "1,000 parameters, trained on stdlib"
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_nothing_is_cut_on_a_screen_of_80_columns(width: int) -> None:
+    long = changed(A, name="x" * MAX_CHARS, state="paused", paused_by="in use")
+    lines = drawn(view(swarm(long, B), Choice(), width=width, height=30), width=width)
+    assert "…" not in "".join(lines)
+    assert any(f"..aaaaaa {'x' * MAX_CHARS}" in line and "paused (in use)" in line for line in lines)
 
 
 def test_what_a_peer_does_not_tell_is_no_zero() -> None:
