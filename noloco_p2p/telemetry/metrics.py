@@ -98,7 +98,7 @@ class Metrics:
     )
     swaps_per_min: float = _gauge(
         "swaps/min",
-        "committed swaps per minute, over the last minute",
+        "rate of committed swaps over the last minute",
         Shown(key="rate", digits=4, column="swaps/min", rank=3, total="training"),
     )
     swap_s: float = _gauge("s", "time of a swap, from the agreement to the commit: a running mean")

@@ -135,7 +135,8 @@ def test_the_terminal_view_lives_resizes_and_goes_in_order(swarm: Swarm) -> None
     terminal = Terminal("monitor", swarm.ticket, "--watch", "--interval", "0.5", "--sort", "loss")
     try:
         lines = terminal.wait_for("run watched | peers alive 3", "tokens/s", *names(swarm))
-        lines = until(lambda: all(map(LOSS.search, peer_lines(terminal))) and terminal.lines(), what="losses")
+        until(lambda: all(map(LOSS.search, peer_lines(terminal))), what="losses")
+        lines = terminal.lines()
         header = next(line for line in lines if line.startswith("peer"))
         assert {"state", "done", "loss", "tokens/s", "heard"} <= set(header.split())
         losses = [found[1] for line in lines if line.startswith("..") and (found := LOSS.search(line))]
