@@ -23,8 +23,9 @@ from noloco_p2p.gossip.seams import Candidate, FrameStream, Outside
 from noloco_p2p.gossip.swap import Counts, Diverged, Ended, Shared, Swap, send_within
 from noloco_p2p.gossip.units import Slice
 from noloco_p2p.owned_tasks import OwnedTasks
+from noloco_p2p.peer_name import named
 from noloco_p2p.rates import Rates
-from noloco_p2p.telemetry.console import named
+from noloco_p2p.telemetry.console import counted
 
 log = logging.getLogger(__name__)
 
@@ -470,8 +471,12 @@ class Gossip:
             self._outside.on_corrupt(partner, str(error))
 
     def _note(self, peer: str, what: str, error: PeerError) -> None:
-        self.counts.last_failure = f"{named(peer)}: {what}: {error}" + (f"; {error.advice}" if error.advice else "")
-        log.info("%s: %s: %s", named(peer), what, error)
+        live = self._directory.live()
+        who = next((named(peer, each.name) for each in live if each.peer_id == peer), named(peer))
+        num_failing = self._pairing.num_failing(live)
+        share = f"swaps with {num_failing} of {counted(len(live), 'live peer')} fail: " if num_failing else ""
+        self.counts.last_failure = f"{who}: {what}: {error}; {share}{error.advice[num_failing >= len(live)]}"
+        log.info("%s: %s: %s", who, what, error)
 
 
 def _is_possible(standing: Standing) -> bool:

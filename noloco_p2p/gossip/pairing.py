@@ -81,6 +81,10 @@ class Pairing:
         self._away[peer_id] = None
         self._wait(peer_id, now_s + FAILED_RETRY_S)
 
+    def num_failing(self, live: Iterable[Candidate]) -> int:
+        """Return how many peers could not be reached or failed when they were tried last."""
+        return sum(self._away.get(peer.peer_id, self) is None for peer in live)
+
     def may_come(self, live: Iterable[Candidate]) -> bool:
         """Return whether any peer is training, as far as its record and its last answer say."""
         return any(

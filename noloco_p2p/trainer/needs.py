@@ -29,6 +29,7 @@ SLICE_BYTES = FP32_BYTES * (1 << 24)  # at most (gossip/units.py)
 NUM_SLICES = 6  # in memory at a time: two swaps, each with a snapshot, a half-difference and payloads
 PROCESS_BYTES = 512 << 20  # Python and its libraries
 NETWORK_BYTES = 100 << 20  # the process of the DHT
+SENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0, "modulo": 0.5}  # per parameter; modulo: while partners are close
 DAY_S, HOUR_S = 86_400.0, 3600.0
 USUAL_BYTES_PER_S = 12.5e6  # assumed for a link of unknown speed: 100 Mbit/s
 
@@ -58,6 +59,7 @@ class Needs:
     save_every_s: float
     state_bytes: int  # of a state that a newcomer fetches
     fetch_bytes_per_s: float
+    pass_bytes: float  # of all weights, encoded for swaps
     swap_bytes_per_s: float
     is_limited: bool  # whether a setting limits the rate of swaps
     is_on_host: bool  # whether the model is in main memory, too
@@ -82,10 +84,18 @@ class Needs:
         copy = f" (on a GPU, {mib(self.copy_bytes)} more for a copy during a checkpoint)" if self.copy_bytes else ""
         hourly = f"{mib(self.swap_bytes_per_s * HOUR_S)} per hour each way at {_mbit_s(self.swap_bytes_per_s)}"
         swaps = f"up to {hourly}" if self.is_limited else f"the whole link ({hourly}), unless --max-upload limits them"
+        swaps += f"; sending all weights once takes {duration(self.pass_bytes / self.swap_bytes_per_s)}"
+        if self.is_on_host:
+            whole = f"{mib(self.host_bytes + self.model_bytes + (known or 0))} of memory"
+            part = f"{mib(self.model_bytes)} of it for the model"
+            memory = f"{whole} plus activations ({part})" if known is None else f"{whole} ({part}{activations})"
+        else:
+            memory = (
+                f"{mib(self.model_bytes)} for the model{activations}, {mib(self.host_bytes)} for libraries and swaps"
+            )
         return [
             f"model: {count(self.num_parameters)} trainable parameters",
-            f"needs: {mib(self.model_bytes)} for the model{activations}, {mib(self.host_bytes)} for libraries and "
-            f"swaps{copy}, {mib(self.disk_bytes)} of disk space",
+            f"needs: {memory}{copy}, {mib(self.disk_bytes)} of disk space",
             f"checkpoints: keeps {counted(self.num_checkpoints, 'checkpoint')} of {mib(self.checkpoint_bytes)}, and "
             f"writes {mib(self.written_bytes_per_day)} per day (one every {self.save_every_s / 60:.3g} min)",
             f"newcomers: fetch {mib(self.state_bytes)}, which takes {duration(self.fetch_s)} at "
@@ -154,6 +164,7 @@ def estimate(
         save_every_s=settings.save_every_s,
         state_bytes=(1 + outer.keeps_momentum) * FP32_BYTES * num,
         fetch_bytes_per_s=down or link,
+        pass_bytes=SENT_BYTES[spec.codec.weights] * num,
         swap_bytes_per_s=min(up or link, down or link),
         is_limited=bool(up or down),
         is_on_host=not has_gpu,
