@@ -8,13 +8,11 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from noloco_p2p.telemetry.progress import Progress
-from noloco_p2p.trainer.model import causal_lm_logits
+from noloco_p2p.trainer.model import causal_lm_loss
 
 LOGITS_BYTES = 512 << 20  # limit for the fp32 logits of one pass; the loss needs as much memory again
-IGNORED = -100  # the target of a token that does not count
 
 
 def evaluate_loss(
@@ -46,11 +44,7 @@ def evaluate_loss(
             report(index, len(batches))
             rows_at_once = max(1, logits_bytes // (4 * batch.shape[1] * vocabulary))  # the same on all ranks
             for part in batch.to(device).split(rows_at_once):
-                # Slicing the logits would copy them, so the last token of each row gets an ignored target instead.
-                targets = torch.full_like(part, IGNORED)
-                targets[:, :-1] = part[:, 1:]
-                logits = causal_lm_logits(model, part).flatten(0, 1).float()
-                losses.append(cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum"))
+                losses.append(causal_lm_loss(model, part) * part[:, 1:].numel())
             num_predicted += batch[:, 1:].numel()
         total = sum(torch.stack(losses).tolist())
         report(len(batches), len(batches))

@@ -22,6 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 from noloco_p2p.errors import ModelError
 from noloco_p2p.spec import DataSpec, ModelSpec
+from noloco_p2p.trainer.chunked_loss import ChunkedLoss
 from noloco_p2p.trainer.lora import add_adapters, base_dtype
 from noloco_p2p.trainer.model_source import CONFIG, TOKENIZER, WEIGHTS, ModelSource, find_source
 from noloco_p2p.trainer.needs import Counts
@@ -59,6 +60,8 @@ def build_model(spec: ModelSpec, *, sequence_length: int, folders: Mapping[str, 
         if spec.lora.rank:
             torch.nn.Module.to(model, base_dtype(spec.lora))
             add_adapters(model, spec.lora)
+    if model.config.model_type in DIVISIBLE:
+        model.forward = ChunkedLoss(model)
     return _for_training(model, spec, sequence_length)
 
 
@@ -193,11 +196,6 @@ def causal_lm_loss(model: nn.Module, tokens: Tensor) -> Tensor:
     `tokens` has the shape (sequences, tokens).
     """
     return model(input_ids=tokens, labels=tokens).loss
-
-
-def causal_lm_logits(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Return logits of shape (sequences, tokens, vocabulary) for `tokens` of shape (sequences, tokens)."""
-    return model(input_ids=tokens).logits
 
 
 def configure_for_export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

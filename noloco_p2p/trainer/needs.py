@@ -29,6 +29,7 @@ SLICE_BYTES = FP32_BYTES * (1 << 24)  # at most (gossip/units.py)
 NUM_SLICES = 6  # in memory at a time: two swaps, each with a snapshot, a half-difference and payloads
 PROCESS_BYTES = 512 << 20  # Python and its libraries
 NETWORK_BYTES = 100 << 20  # the process of the DHT
+LOGITS_BYTES = 256 << 20  # limit for the fp32 logits of one chunk; the loss and its gradient each need as much again
 DAY_S, HOUR_S = 86_400.0, 3600.0
 USUAL_BYTES_PER_S = 12.5e6  # assumed for a link of unknown speed: 100 Mbit/s
 
