@@ -134,7 +134,7 @@ class Compute:
         slow = f"{device} has no bf16 instructions, so {cost};"
         if self.is_bf16(device):
             warnings.append(f"{slow} --precision fp32 is faster on this machine")
-        if spec.model.lora.rank and spec.model.lora.base_dtype == "bf16":
+        if spec.model.lora.rank and spec.model.lora.base_dtype != "fp32":
             warnings.append(f"{slow} the model uses bf16 because of model.lora.base_dtype")
         return warnings
 
@@ -248,11 +248,12 @@ def flops_per_token(model: nn.Module, *, sequence_length: int) -> float:
     as the head. Recomputation by activation checkpointing is not counted.
     """
     embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    multiplied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    multiplied = {id(module.weight): module.in_features * module.out_features for module in linear}  # also if packed
     flops = 0.0
     for param in model.parameters():
         if id(param) not in embedded or id(param) in multiplied:
-            flops += param.numel() * (6 if param.requires_grad else 4)
+            flops += multiplied.get(id(param), param.numel()) * (6 if param.requires_grad else 4)
     config = getattr(getattr(model, "base_model", model), "config", None)
     layers, width = getattr(config, "num_hidden_layers", 0), getattr(config, "hidden_size", 0)
     return flops + 6.0 * layers * width * sequence_length

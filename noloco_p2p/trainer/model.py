@@ -23,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 from noloco_p2p.errors import ModelError
 from noloco_p2p.spec import DataSpec, ModelSpec
 from noloco_p2p.trainer.chunked_loss import ChunkedLoss
-from noloco_p2p.trainer.lora import add_adapters, base_dtype
+from noloco_p2p.trainer.lora import add_adapters, base_dtype, quantize
 from noloco_p2p.trainer.model_source import CONFIG, TOKENIZER, WEIGHTS, ModelSource, find_source
 from noloco_p2p.trainer.needs import Counts
 from noloco_p2p.trainer.weights import draw, load
@@ -59,6 +59,8 @@ def build_model(spec: ModelSpec, *, sequence_length: int, folders: Mapping[str, 
             model = _named(spec, _source(spec, folders)) if spec.pretrained else _llama(spec, sequence_length)
         if spec.lora.rank:
             torch.nn.Module.to(model, base_dtype(spec.lora))
+            if spec.lora.base_dtype == "nf4":
+                quantize(model)
             add_adapters(model, spec.lora)
     if model.config.model_type in DIVISIBLE:
         model.forward = ChunkedLoss(model)

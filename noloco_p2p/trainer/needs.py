@@ -15,7 +15,7 @@ import psutil
 
 from noloco_p2p.errors import SettingsError
 from noloco_p2p.settings import PeerSettings, parse_memory
-from noloco_p2p.spec import ModelSpec, Spec, TrainerSpec
+from noloco_p2p.spec import ModelSpec, Spec, TrainerSpec, TrainSpec
 from noloco_p2p.telemetry.console import count, counted, duration, mib
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 FP32_BYTES = 4  # per parameter and vector
 WEIGHT_BYTES = 8  # per trainable parameter: fp32 weights and gradients
 MOMENT_BYTES = 8  # per trainable parameter; the optimizer allocates them at its first step
+MOMENT_BYTES_8BIT = 2 + 2 * FP32_BYTES / 256  # two codes, and two scales for each block
+NF4_BYTES = 1 / 2 + 1 / 64 + FP32_BYTES / (64 * 256)  # per weight: a code, its scale of 8 bits, and the scale of scales
 MUON_BYTES = 5 * FP32_BYTES * (1 << 24)  # copies of a batch of matrices, which it orthogonalizes (optim/muon.py)
 SLICE_BYTES = FP32_BYTES * (1 << 24)  # at most (gossip/units.py)
 NUM_SLICES = 6  # in memory at a time: two swaps, each with a snapshot, a half-difference and payloads
@@ -132,9 +134,9 @@ def estimate(
     None if it is not known.
     """
     num, outer = counts.num_parameters, spec.outer
-    is_muon = isinstance(spec, TrainerSpec) and spec.train.inner_optimizer == "muon"
-    num_muon = counts.num_matrix_parameters if is_muon else 0
-    moments = moment_bytes(num, num_muon)
+    train = spec.train if isinstance(spec, TrainerSpec) else TrainSpec()  # a script's own optimizer is unknown
+    moments = moment_bytes(train, num, counts.num_matrix_parameters)
+    num_muon = counts.num_matrix_parameters if train.inner_optimizer == "muon" else 0
     offloaded = moments if settings.offload_optimizer and has_gpu else 0
     step = min(MUON_BYTES, MUON_BYTES // (1 << 24) * num_muon)
     model_bytes = WEIGHT_BYTES * num + moments - offloaded + counts.frozen_bytes
@@ -187,14 +189,17 @@ def memory_limit(settings: PeerSettings) -> int:
 def training_bytes(spec: TrainerSpec, *, num_parameters: int, num_matrix_parameters: int) -> int:
     """Return the bytes that training keeps between two steps: weights, gradients, moments and the outer step's state.
 
-    Muon keeps one moment instead of two for each of the `num_matrix_parameters` that it optimizes.
+    `num_matrix_parameters` are those that Muon would optimize.
     """
-    num_muon = num_matrix_parameters if spec.train.inner_optimizer == "muon" else 0
-    return (WEIGHT_BYTES + _outer_step_bytes(spec)) * num_parameters + moment_bytes(num_parameters, num_muon)
+    moments = moment_bytes(spec.train, num_parameters, num_matrix_parameters)
+    return (WEIGHT_BYTES + _outer_step_bytes(spec)) * num_parameters + moments
 
 
-def moment_bytes(num_parameters: int, num_muon: int) -> int:
-    """Return the bytes of the moments. Muon has one for each of its parameters, and AdamW two for all others."""
+def moment_bytes(train: TrainSpec, num_parameters: int, num_matrix_parameters: int) -> int:
+    """Return the bytes of the moments. Muon has one for each parameter of a matrix, and AdamW two for all others."""
+    if train.inner_optimizer == "adamw8bit":
+        return int(MOMENT_BYTES_8BIT * num_parameters)
+    num_muon = num_matrix_parameters if train.inner_optimizer == "muon" else 0
     return MOMENT_BYTES * num_parameters - MOMENT_BYTES // 2 * num_muon
 
 
