@@ -88,6 +88,7 @@ class Compute:
     precision: str = "auto"
     micro_batch: int = 0
     compile: bool = False
+    liger: bool = False
     activation_checkpointing: bool = False
     offload_optimizer: bool = False
     rank: int = 0
@@ -100,10 +101,13 @@ class Compute:
             raise SettingsError(
                 "--offload-optimizer works only with one GPU; several GPUs already split the optimizer's moments"
             )
+        if settings.liger and choose_device(settings.device).type != "cuda":
+            raise SettingsError("--liger works only on NVIDIA and AMD GPUs, and this peer does not use one; omit it")
         return cls(
             precision=settings.precision,
             micro_batch=settings.micro_batch,
             compile=settings.compile,
+            liger=settings.liger,
             activation_checkpointing=settings.activation_checkpointing,
             offload_optimizer=settings.offload_optimizer,
             rank=rank,
@@ -140,11 +144,18 @@ class Compute:
 
 
 def switch_on(model: nn.Module, compute: Compute, *, by_block: bool = False) -> None:
-    """Enable activation checkpointing and compilation if `compute` asks for them. Parameters keep their names.
+    """Enable fused kernels, activation checkpointing and compilation if `compute` asks for them. Parameters keep their
+    names.
 
     The model is compiled as a whole, or block by block if `by_block` is true or several ranks share it. Raises
-    SettingsError if the model has no blocks to checkpoint.
+    SettingsError if the model has no blocks to checkpoint, or if the kernels are not installed.
     """
+    if compute.liger:
+        try:
+            from liger_kernel.transformers import _apply_liger_kernel_to_instance as use  # pyright: ignore[reportMissingImports]
+        except ImportError:
+            raise SettingsError("--liger requires the package liger-kernel: pip install 'noloco_p2p[fast]'") from None
+        use(model=model)  # pyright: ignore[reportArgumentType] - as transformers does; it replaces the forward function
     if compute.activation_checkpointing:
         layers = blocks(model)
         if not layers:
