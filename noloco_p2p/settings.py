@@ -263,6 +263,7 @@ class PeerSettings(BaseModel):
         0, "Number of sequences per forward and backward pass.", ge=0
     )
     compile: bool = field(False, "Compile the model with torch.compile.")
+    liger: bool = field(False, "Use the fused GPU kernels of liger-kernel (extra `fast`), also for the loss.")
     activation_checkpointing: bool = field(False, "Use less memory, at the cost of about a third more computation.")
     offload_optimizer: bool = field(False, "Keep the optimizer's moments in main memory instead of GPU memory.")
     keep_checkpoints: Count = field(2, "Number of checkpoints to keep.")

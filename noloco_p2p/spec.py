@@ -108,7 +108,17 @@ class LoraSpec(Section):
     targets: str = field(
         "all-linear", "modules with adapters: 'all-linear', or comma-separated names such as 'q_proj,v_proj'"
     )
-    base_dtype: Literal["fp32", "bf16"] = field("fp32", "dtype of the frozen weights; bf16 halves their memory")
+    base_dtype: Literal["fp32", "bf16", "nf4"] = field(
+        "fp32",
+        "dtype of the frozen weights; bf16 halves their memory; nf4 (QLoRA) needs a quarter of that for the weights "
+        "of linear layers, and the extra `lowmem`",
+    )
+
+    @model_validator(mode="after")
+    def _quantized_weights_are_frozen(self) -> LoraSpec:
+        if self.base_dtype == "nf4" and not self.rank:
+            raise ValueError("base_dtype can be 'nf4' only with a rank above 0: quantized weights cannot be trained")
+        return self
 
 
 class ModelSpec(Section):
@@ -274,8 +284,10 @@ class TrainSpec(Section):
     clip_norm: PositiveFloat = field(1.0, "maximum norm of the gradient; larger gradients are scaled down")
     adam_beta1: float = field(0.9, "decay rate of the first moment", ge=0, lt=1)
     adam_beta2: float = field(0.95, "decay rate of the second moment", ge=0, lt=1)
-    inner_optimizer: Literal["adamw", "muon"] = field(
-        "adamw", "adamw or muon; muon applies Muon to hidden matrices, and AdamW to embeddings, the head and vectors"
+    inner_optimizer: Literal["adamw", "adamw8bit", "muon"] = field(
+        "adamw",
+        "adamw, adamw8bit or muon; adamw8bit keeps moments of 1 byte instead of 4, and needs the extra `lowmem`; muon "
+        "applies Muon to hidden matrices, and AdamW to embeddings, the head and vectors",
     )
     muon_momentum: float = field(0.95, "momentum of Muon", ge=0, lt=1)
 

@@ -94,7 +94,7 @@ os.execv(sys.argv[1], sys.argv[1:])
 
 
 class Command:
-    """A running `noloco` command. Use it as a context manager, which always kills the process at the end.
+    """A running `noloco` command or script. Use it as a context manager, which always kills the process at the end.
 
     `namespace` is the network namespace to run in, as listed by `ip netns`. `ranks` is the number of processes that
     torchrun starts.
@@ -242,7 +242,8 @@ class PeerProcess(Command):
 
 def _command(arguments: tuple[str | Path, ...], *, ranks: int = 0) -> list[str]:
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks else []
-    return [sys.executable, *torchrun, "-m", "noloco_p2p", *map(str, arguments)]
+    is_script = str(arguments[0]).endswith(".py")
+    return [sys.executable, *torchrun, *([] if is_script else ["-m", "noloco_p2p"]), *map(str, arguments)]
 
 
 def _environment(more: dict[str, str]) -> dict[str, str]:

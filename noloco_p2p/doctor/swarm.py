@@ -30,7 +30,7 @@ from noloco_p2p.ticket import Ticket
 from noloco_p2p.trainer.compute import choose_device
 from noloco_p2p.trainer.cut import link_tokens_per_s
 from noloco_p2p.trainer.model import count_parameters
-from noloco_p2p.trainer.needs import USUAL_BYTES_PER_S, Counts, estimate, memory_limit
+from noloco_p2p.trainer.needs import USUAL_BYTES_PER_S, Counts, Sizes, estimate, memory_limit
 from noloco_p2p.trainer.stage_choice import StageNeeds
 from noloco_p2p.transfer.fetch import MESSAGE_TIMEOUT_S, fetch_spec
 from noloco_p2p.transfer.fetch import ask as ask_peer
@@ -188,7 +188,10 @@ def model(spec: TrainerSpec, settings: PeerSettings, *, download_bytes_per_s: fl
         counts = count_parameters(spec.model, sequence_length=spec.data.sequence_length, folders=settings.models)
     except NolocoError as error:
         return [Check("the model", "failed", str(error), "pass the folder of the model with --model NAME=FOLDER")]
-    return [needs(spec, counts, settings, link_bytes_per_s=download_bytes_per_s)]
+    found = [needs(spec, counts, settings, link_bytes_per_s=download_bytes_per_s)]
+    if (spec.model.pretrained or spec.model.lora.rank) and (sizes := Sizes.of(spec.model, folders=settings.models)):
+        found.append(Check("GPUs", "ok", "\n".join(sizes.lines(spec))))
+    return found
 
 
 def needs(spec: Spec, counts: Counts, settings: PeerSettings, *, link_bytes_per_s: float | None = None) -> Check:
