@@ -31,6 +31,8 @@ PROCESS_BYTES = 512 << 20  # Python and its libraries
 NETWORK_BYTES = 100 << 20  # the process of the DHT
 DAY_S, HOUR_S = 86_400.0, 3600.0
 USUAL_BYTES_PER_S = 12.5e6  # assumed for a link of unknown speed: 100 Mbit/s
+WIRE = 1.06  # bytes on a link for each byte of a state, with the headers of IP, TCP and TLS
+NEWCOMER_S = 9.0  # to load libraries, enter the swarm and take the first step; measured with benchmarks/size.py
 
 
 class Counts(NamedTuple):
@@ -72,8 +74,9 @@ class Needs:
         return DAY_S / self.save_every_s * self.checkpoint_bytes
 
     @property
-    def fetch_s(self) -> float:
-        return self.state_bytes / self.fetch_bytes_per_s
+    def begin_s(self) -> float:
+        """The time after which a newcomer has fetched a state and begun to train."""
+        return NEWCOMER_S + WIRE * self.state_bytes / self.fetch_bytes_per_s
 
     def lines(self) -> list[str]:
         """Format the needs for the user."""
@@ -88,8 +91,8 @@ class Needs:
             f"swaps{copy}, {mib(self.disk_bytes)} of disk space",
             f"checkpoints: keeps {counted(self.num_checkpoints, 'checkpoint')} of {mib(self.checkpoint_bytes)}, and "
             f"writes {mib(self.written_bytes_per_day)} per day (one every {self.save_every_s / 60:.3g} min)",
-            f"newcomers: fetch {mib(self.state_bytes)}, which takes {duration(self.fetch_s)} at "
-            f"{_mbit_s(self.fetch_bytes_per_s)}",
+            f"newcomers: fetch {mib(self.state_bytes)}, and begin to train about {duration(self.begin_s)} after their "
+            f"start at {_mbit_s(self.fetch_bytes_per_s)}",
             f"swaps: use {swaps}",
         ]
 
