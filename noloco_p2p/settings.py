@@ -247,7 +247,11 @@ class PeerSettings(BaseModel):
     keep_checkpoints: Count = field(2, "Number of checkpoints to keep.")
     save_every_s: Seconds = field(600.0, "Seconds between two checkpoints.")
     report_every_s: Seconds = field(10.0, "Seconds between two reports, each a line of output.")
-    max_upload: Rate = field("", "Limit on the total upload rate of swaps and fetches, for example 40mbit or 5MB/s.")
+    max_upload: Rate = field(
+        "",
+        "Limit on the total upload rate of swaps and fetches, for example 40mbit or 5MB/s. With any limit, this peer "
+        "does not relay calls for others.",
+    )
     max_download: Rate = field("", "Limit on the total download rate of swaps and fetches, for example 100mbit.")
     name: Annotated[str, AfterValidator(peer_name.check), Flag(default="none")] = field(
         "", f"Public name of this peer (up to {peer_name.MAX_CHARS} characters). It does not prove your identity."

@@ -3,6 +3,7 @@
     python benchmarks/lab/ladder.py list [--sizes 0.1M,0.3M]                    cells, what is done, and the CPU hours
     python benchmarks/lab/ladder.py run [--sizes 0.1M] [--only ours] [--minutes 5] [--device cuda]
     python benchmarks/lab/ladder.py table                                       what is done, as in results/ladder.txt
+    python benchmarks/lab/page.py                                               tables and plots of docs/results.md
 
 A cell is one run: a size, an optimizer, a rule with its settings, a link and a seed. `run` runs the cells that
 results/ladder.jsonl lacks, and appends each when it is done. It begins none that would not end within --minutes. Two
@@ -32,6 +33,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -39,6 +41,7 @@ from typing import Any
 import torch
 from corpus import CACHE, make
 from rules import Lockstep
+from stack import products_of
 from swarm import run_swarm
 
 from noloco_p2p.simulate.material import Material
@@ -63,6 +66,7 @@ class Size:
     tokens: int  # length of a sequence
     batch: int  # sequences of all replicas in a step
     seeds: int
+    of_adamw: int  # seeds
 
     @property
     def num_parameters(self) -> int:
@@ -80,26 +84,28 @@ class Size:
 
 
 SIZES = {
-    "0.1M": Size(64, 2, 4, 172, 64, 64, 3),
-    "0.3M": Size(96, 2, 4, 320, 128, 64, 3),
-    "1M": Size(160, 3, 5, 432, 256, 64, 3),
-    "3M": Size(224, 5, 7, 592, 256, 128, 1),
-    "16M": Size(384, 9, 6, 1024, 512, 128, 1),  # on a GPU
-    "113M": Size(768, 16, 12, 2048, 1024, 192, 1),  # on a GPU
+    "0.1M": Size(64, 2, 4, 172, 64, 64, 3, 3),
+    "0.3M": Size(96, 2, 4, 320, 128, 64, 3, 1),
+    "1M": Size(160, 3, 5, 432, 256, 64, 3, 1),
+    "3M": Size(224, 5, 7, 592, 256, 128, 1, 0),  # from here on a GPU; a cell of 3M takes 3 to 10 hours of one core
+    "16M": Size(384, 9, 6, 1024, 512, 128, 1, 0),
+    "113M": Size(768, 16, 12, 2048, 1024, 192, 1, 0),
 }
-FLOPS_PER_S = 3e10  # of one thread of the CPUs in results/ladder.txt, beside other work; for `--minutes`
-RATES = (0.004, 0.008, 0.016)  # of the tuning
+AT_ALL_LINKS = "0.3M"  # the size at which all questions are asked
+FLOPS_PER_S = 5e10  # of one thread of the CPUs in results/ladder.txt, beside other work; for `--minutes`
+RATES = {"muon": (0.008, 0.016, 0.032), "adamw": (0.004, 0.008, 0.016)}  # of the tuning
 # The settings that the tuning tries for each rule: (rule of rules.py, or "swarm"; inner steps; outer alpha and beta).
-NESTEROV = ((0.9, 0.3), (0.9, 0.7))
+NESTEROV = ((0.9, 0.7), (0.6, 0.9), (0.3, 1.0), (0.0, 1.0))
 RULES: dict[str, tuple[str, int, tuple[tuple[float, float], ...]]] = {
     "ddp": ("ddp", 1, ((0.0, 1.0),)),
     "diloco-30": ("diloco-nesterov", 30, NESTEROV),
     "diloco-100": ("diloco-nesterov", 100, NESTEROV),
     "streaming": ("streaming", 8, ((0.0, 1.0),)),  # 8 slices, each as often as the link allows
     "streaming-30": ("streaming", 30, NESTEROV),
-    "local": ("local", 1, ((0.0, 1.0),)),  # judged by the mean of the weights
+    "local": ("local", 1, ((0.0, 1.0),)),  # with one merge at the end
     "noloco-50": ("swarm", 50, ((0.5, 0.7),)),  # the paper's algorithm
     "ours": ("swarm", 0, ((0.0, 1.0),)),
+    "ours-outer": ("swarm", 30, ((0.3, 0.7), (0.5, 0.7))),  # with an outer step, and without waiting
 }
 HEADER = f"{'':13}{'lr':>8} {'outer':>9} {'loss':>7} {'merged':>7}  {'seeds':32}  steps  age  use bytes"
 
@@ -129,7 +135,7 @@ class Cell:
 def tuning() -> Iterator[Cell]:
     for optimizer in ("muon", "adamw"):
         for rule, (_, _, outers) in RULES.items():
-            for rate in RATES:
+            for rate in RATES[optimizer]:
                 for alpha, beta in outers:
                     yield Cell("0.1M", optimizer, rule, _tuned_on(rule), 0, rate, alpha, beta)
 
@@ -139,42 +145,46 @@ def _tuned_on(rule: str) -> str:
 
 
 def ladder(found: list[dict[str, Any]], *, is_estimate: bool = False) -> Iterator[Cell]:
-    """Yield the cells whose settings the tuning has chosen, the smallest first, or none before it is complete.
+    """Yield the cells whose settings the tuning has chosen, the smallest first.
 
     If `is_estimate`, settings that are not known yet are arbitrary.
     """
-    scores = {cell_of(row): _score(row) for row in found}
+    scores = {cell_of(row): score(row) for row in found}
     grids: dict[tuple[str, str], list[Cell]] = defaultdict(list)
     for cell in tuning():
         grids[cell.optimizer, cell.rule].append(cell)
-    if not is_estimate and not all(cell in scores for cell in tuning()):
-        return  # the rest of the grid could still change what is best
-    best = [min(cells, key=lambda cell: scores.get(cell, math.inf)) for cells in grids.values()]
+    # What is missing of a grid could still change what is best.
+    known = [cells for cells in grids.values() if is_estimate or all(cell in scores for cell in cells)]
+    best = [min(cells, key=lambda cell: scores.get(cell, math.inf)) for cells in known]
     for size, shape in SIZES.items():
-        for seed in range(1, 1 + shape.seeds):
-            for tuned in best:
-                rate = round(tuned.learning_rate * BASE_WIDTH / shape.hidden, 6)
-                cell, optimizer, rule = (
-                    replace(tuned, size=size, seed=seed, learning_rate=rate),
-                    tuned.optimizer,
-                    tuned.rule,
-                )
-                links = {_tuned_on(rule), FREE, *(("20", "200", "1000") if seed == 1 and optimizer == "muon" else ())}
-                if rule == "ours":
-                    links -= {FREE}
-                yield from (replace(cell, link=link) for link in sorted(links) if rule != "local" or link == FREE)
-                if size == "1M" and seed == 1 and optimizer == "muon" and rule not in ("ddp", "local"):
-                    yield from (replace(cell, link="100", replicas=num) for num in (4, 16))
-                    yield replace(cell, link="100", slow=0.1)
-                    yield replace(cell, link="100", absent=0.1)
+        for seed, tuned in product(range(1, 1 + shape.seeds), best):
+            rate = round(tuned.learning_rate * BASE_WIDTH / shape.hidden, 6)
+            cell = replace(tuned, size=size, seed=seed, learning_rate=rate)
+            if cell.optimizer == "muon" or seed <= shape.of_adamw:
+                yield from _questions(cell)
+
+
+def _questions(cell: Cell) -> Iterator[Cell]:
+    rule, asks_all = cell.rule, cell.size == AT_ALL_LINKS and cell.seed == 1 and cell.optimizer == "muon"
+    if not rule.startswith("ours"):  # whose slices would be the whole model on a link that takes no time
+        yield replace(cell, link=FREE)
+    if rule == "local":
+        return
+    links = ("100", "20", "200", "1000") if asks_all else ("100",)
+    yield from (replace(cell, link=link) for link in links if rule != "ddp" or asks_all)
+    if asks_all and rule not in ("ddp", "ours-outer"):
+        yield from (replace(cell, link="100", replicas=num) for num in (4, 16))
+        yield replace(cell, link="100", slow=0.1)
+        yield replace(cell, link="100", absent=0.1)
 
 
 def cell_of(row: dict[str, Any]) -> Cell:
     return Cell(**{name: row[name] for name in Cell.__dataclass_fields__})
 
 
-def _score(row: dict[str, Any]) -> float:
-    return row["merged_loss" if row["rule"] == "local" else "loss"]
+def score(row: dict[str, Any]) -> float:
+    """Return the loss of the weights that a run would hand out, where the replicas are not equal at its end."""
+    return row["merged_loss" if row["rule"] in ("local", "streaming", "streaming-30") else "loss"]
 
 
 def run(cell: Cell, device: torch.device) -> dict[str, Any]:
@@ -195,7 +205,12 @@ def run(cell: Cell, device: torch.device) -> dict[str, Any]:
         result = Lockstep(material, plan, kind, limit_s=limit_s, claimed=CLAIMED, is_nesterov=cell.alpha > 0).run()
     told = {name: value for name, value in result.as_dict().items() if name not in ("rule", "curve")}
     seconds = {"wall_s": time.monotonic() - began_s, "cpu_s": time.process_time() - cpu_s}
-    machine = {"device": _name_of(device), "threads": torch.get_num_threads(), "torch": torch.__version__}
+    machine = {
+        "device": _name_of(device),
+        "products": products_of(device),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
     return {**asdict(cell), **told, **seconds, **machine}
 
 
@@ -241,10 +256,10 @@ def table(found: list[dict[str, Any]]) -> str:
         shape = SIZES[size]
         of_size = f"{shape.num_parameters:,} parameters, {shape.steps} steps"
         lines += ["", f"{stage}: {size} ({of_size}), {optimizer}, link {link}, {others}", HEADER]
-        for cell, rows in sorted(cells.items(), key=lambda item: fmean(map(_score, item[1]))):
+        for cell, rows in sorted(cells.items(), key=lambda item: fmean(map(score, item[1]))):
             means = {name: fmean(row[name] for row in rows) for name in ("loss", "merged_loss", "steps")}
             swaps = {name: fmean(row["swaps"][name] for row in rows) for name in ("age_steps", "link_use")}
-            each = " ".join(f"{row['seed']}: {_score(row):.4f}" for row in sorted(rows, key=lambda row: row["seed"]))
+            each = " ".join(f"{row['seed']}: {score(row):.4f}" for row in sorted(rows, key=lambda row: row["seed"]))
             sent = fmean(row["sent_per_parameter_step"] for row in rows)
             lines.append(
                 f"{cell.rule:13}{cell.learning_rate:8.5f} {cell.alpha:4.1f} {cell.beta:4.1f} {means['loss']:7.4f} "
@@ -280,7 +295,7 @@ def missing(path: Path, sizes: list[str], only: str, *, is_estimate: bool = Fals
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("list", "run", "table"))
-    parser.add_argument("--sizes", default="0.1M,0.3M,1M,3M")
+    parser.add_argument("--sizes", default="0.1M,0.3M,1M")
     parser.add_argument("--only", default="", help="part of a cell's key, such as 'ours' or '\"muon\"'")
     parser.add_argument("--minutes", type=float, default=1e9)
     parser.add_argument("--device", default="cpu")

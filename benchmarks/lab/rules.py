@@ -1,36 +1,54 @@
 """Compare NoLoCo with rules that see all replicas at once, on the same text and model, on a virtual clock.
 
-    python benchmarks/lab/rules.py SPEC.toml [--rules noloco,diloco,ddp] [--replicas N] [--link cable] [--absent 0.2]
+    python benchmarks/lab/rules.py SPEC.toml [--rules noloco,diloco:int8,mine.py:Name] [--link cable] [--plot DIR]
 
 No peer of a swarm could run the other rules: `ddp` averages the gradients of all replicas at every step, as DDP and
 FSDP do, `diloco` and `diloco-nesterov` take an outer step with the mean outer gradient, and with `local` replicas never
 mix. `ddp` and both forms of DiLoCo use a ring all-reduce, in which each replica sends 2 (N - 1) / N encoded vectors,
 and all replicas wait for the slowest link. With --absent, they average over the replicas that are present. With
-`streaming`, the all-reduce of one slice after another overlaps with training, in int4. All replicas are one batched
-model, so it must be a plain Llama.
+`streaming`, the all-reduce of one slice after another overlaps with training, in plain averages.
+
+Each rule has its own codec: the one after its name (fp32, bf16, int8 or int4), or else that of the spec for `noloco`,
+int4 for `streaming`, bf16 for `ddp`, and int8 for the others, or fp32 for these if the spec says so. If the spec has no
+outer step, both forms of DiLoCo take the published one (`OUTER_STEPS`). `mine.py:Name` is a rule of your own
+(docs/researchers.md). All replicas are one batched model, so it must be a plain Llama.
 """
 
 from __future__ import annotations
 
 import argparse
+import runpy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from stack import Stack, StackOptimizer
 from swarm import run_swarm
 from torch import Tensor
 
-from noloco_p2p.codec import chunk_bounds, get_codec
+from noloco_p2p.codec import CODECS, chunk_bounds, get_codec
+from noloco_p2p.errors import NolocoError, SettingsError
+from noloco_p2p.simulate import plot
 from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.plan import Churn, Plan, parse_links, peer_name
 from noloco_p2p.simulate.result import Point, Result, table
 from noloco_p2p.spec import TrainerSpec
 
 RULES = ("diloco", "diloco-nesterov", "ddp", "local", "streaming")
+# (alpha, beta) of the NoLoCo paper's baseline, and of DiLoCo (arXiv 2311.08105).
+OUTER_STEPS = {"diloco": (0.3, 0.7), "diloco-nesterov": (0.9, 0.7)}
 INT4_BLOCK = 64
+PLOTTED = 20  # points of a curve
+
+
+class Rule(Protocol):
+    """A rule of one's own. It is made with the `Lockstep` that runs it, before the first step."""
+
+    def after_step(self, step: int) -> None:
+        """Change `lab.weights` (replicas, parameters) in place, after each of them has taken inner step `step`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +68,16 @@ class Ring:
     bytes_per_element: float = 4.0
 
     @classmethod
-    def of(cls, rule: str, codec_name: str, *, num_elements: int) -> Ring:
-        """Return the all-reduce of a rule in a run with the codec `codec_name`.
-
-        int8 stands for `modulo`, which only two peers can use. The rule `ddp` sends fp32 gradients if the codec is
-        fp32, and bf16 gradients otherwise, as DDP's hook does. `streaming` always sends int4.
-        """
-        if rule == "streaming":
-            return cls(int4, 0.5 + 2 / INT4_BLOCK)
-        name = "bf16" if rule == "ddp" and codec_name != "fp32" else codec_name
-        if name == "fp32":
+    def of(cls, codec_name: str, *, num_elements: int) -> Ring:
+        """Return the all-reduce with a codec. Raises SettingsError if the codec is not one for a ring."""
+        if codec_name == "fp32":
             return cls()
-        codec = get_codec("int8" if name == "modulo" else name)
+        if codec_name == "int4":
+            return cls(int4, 0.5 + 2 / INT4_BLOCK)
+        if codec_name not in CODECS:
+            known = ", ".join([*CODECS, "int4"])
+            raise SettingsError(f"there is no codec {codec_name!r} for many replicas; choose one of {known}")
+        codec = get_codec(codec_name)
 
         def coded(vector: Tensor) -> Tensor:
             if not vector.isfinite().all():
@@ -89,6 +105,13 @@ class Ring:
     def sent_bytes(self, num_elements: int, num_replicas: int) -> float:
         """Return the number of bytes that each of N replicas sends: 2 (N - 1) / N times the size of the vector."""
         return 2 * (num_replicas - 1) / num_replicas * self.bytes_per_element * num_elements
+
+
+def codec_of(rule: str, of_spec: str) -> str:
+    """Return the codec of a rule that names none. That of the spec may be one for pairs, which no ring can use."""
+    if rule == "streaming":
+        return "int4"
+    return "fp32" if of_spec == "fp32" else "bf16" if rule == "ddp" else "int8"
 
 
 def int4(vector: Tensor) -> Tensor:
@@ -137,14 +160,17 @@ class Lockstep:
     Without `limit_s`, replicas take the steps of the spec. Otherwise, they train for this virtual time, which is then
     the whole schedule. Transfers take as long as those of a model with `claimed` parameters, or of this one if it is 0.
     `streaming` averages one of `num_slices` slices after another while training goes on.
+
+    `rule` is the name of a rule, or the class of one's own, which uses `weights`, `mean`, `send` and `present`.
     """
 
     def __init__(
         self,
         material: Material,
         plan: Plan,
-        rule: str,
+        rule: str | Callable[[Lockstep], Rule],
         *,
+        codec: str = "",
         limit_s: float | None = None,
         claimed: int = 0,
         num_slices: int = 8,
@@ -152,22 +178,23 @@ class Lockstep:
     ) -> None:
         self.material = material
         self.plan = plan
-        self.rule = rule
+        self.rule = rule if isinstance(rule, str) else ""
         self.outer, self.train = material.spec.outer, material.spec.train
         self.replicas = range(plan.num_replicas)
         self.stack = Stack(material, plan.num_replicas)
         self.weights, self.num_elements = self.stack.flat, self.stack.num_parameters
         self.optimizer = StackOptimizer(self.stack, self.train)
         self.batches = [material.batches(peer_name(number), replica=number) for number in self.replicas]
-        self.ring = Ring.of(rule, material.spec.codec.weights, num_elements=self.num_elements)
+        codec = codec or codec_of(self.rule, material.spec.codec.weights)
+        self.ring = Ring.of(codec, num_elements=self.num_elements)
         self.limit_s, self.scale = limit_s, claimed / self.num_elements if claimed else 1.0
-        num_slices = num_slices if rule == "streaming" else 1
+        num_slices = num_slices if self.rule == "streaming" else 1
         bounds = [self.num_elements * index // num_slices for index in range(num_slices + 1)]
         self.slices = [slice(start, stop) for start, stop in pairwise(bounds)]
-        alpha, beta, is_nesterov = self.outer.alpha, self.outer.beta, is_nesterov or rule == "diloco-nesterov"
+        alpha, beta, is_nesterov = self.outer.alpha, self.outer.beta, is_nesterov or self.rule == "diloco-nesterov"
         self.outers = [
             DiLoCo(self.weights[0, place].clone(), self.ring, alpha=alpha, beta=beta, is_nesterov=is_nesterov)
-            for place in (self.slices if rule.startswith(("diloco", "streaming")) else [])
+            for place in (self.slices if self.rule.startswith(("diloco", "streaming")) else [])
         ]
         self.step_s = max(plan.seconds_per_step(number) for number in self.replicas)
         self.sent_bytes = 0.0  # mean over replicas
@@ -175,6 +202,7 @@ class Lockstep:
         self.curve: list[Point] = []
         self._num_slices_sent = 0
         self._arrives_s, self._correction = 0.0, None
+        self._own = None if isinstance(rule, str) else rule(self)
 
     def run(self) -> Result:
         total, step = self.train.total_steps, 0
@@ -191,9 +219,11 @@ class Lockstep:
                 self._stream(step)
             elif self.outers and (step % self.outer.inner_steps == 0 or is_last):
                 self._outer_step(self.outers[0], step - 1)
+            elif self._own:
+                self._own.after_step(step)
             if self.limit_s is None and step * self.plan.evaluations >= (len(self.curve) + 1) * total:
                 [loss] = self.stack.evaluate(self.weights[:1], self.material.validation)
-                self.curve.append(Point(0, step, self.virtual_s, loss))
+                self.curve.append(Point(0, step, self.virtual_s, loss, self.sent_bytes))
         return Result(
             rule=self.rule,
             **self.stack.judge(self.weights, self.material.validation),
@@ -204,16 +234,33 @@ class Lockstep:
             curve=tuple(self.curve),
         )
 
+    def mean(self, vectors: Tensor) -> Tensor:
+        """Return the mean of `vectors` (replicas, elements), all-reduced while all replicas wait."""
+        self._count_exchange(len(vectors), share=vectors.shape[1] / self.num_elements)
+        return self.ring.mean(vectors)
+
+    def send(self, vectors: Tensor) -> Tensor:
+        """Return `vectors` (replicas, elements) as they arrive, each at one other replica, while all replicas wait."""
+        num_bytes = self.ring.bytes_per_element * vectors.shape[1]
+        self.sent_bytes += num_bytes * len(vectors) / len(self.replicas)
+        self._wait(num_bytes, num_messages=1)
+        return torch.stack([self.ring.coded(vector) for vector in vectors]) if self.ring.coded else vectors.clone()
+
+    def present(self, step: int) -> list[int]:
+        """Return the replicas that are not absent in inner step `step`."""
+        churn, seed = self.plan.churn, self.plan.seed
+        return [number for number in self.replicas if not churn.is_absent(peer_name(number), step, seed=seed)]
+
     def _step_alike(self, gradients: Tensor, progress: float, step: int) -> None:
         """Let all replicas take a step with the mean gradient of those that are present, or 0 if there are none."""
-        present = self._present(step)
+        present = self.present(step)
         mean = self.ring.mean(gradients[present]) if present else torch.zeros_like(gradients[0])
         self.optimizer.step(self.weights[:1], [0], mean[None], [progress])
         self.weights[1:] = self.weights[0]
         self._count_exchange(len(present))
 
     def _outer_step(self, diloco: DiLoCo, step: int) -> None:
-        present = self._present(step)
+        present = self.present(step)
         if present:
             diloco.step(self.weights[present])
         self.weights[:] = diloco.slow_weights
@@ -231,7 +278,7 @@ class Lockstep:
             self.weights[:, place] += correction
             self._correction = None
         due = self._num_slices_sent * self.outer.inner_steps / len(self.slices)
-        present = self._present(step)
+        present = self.present(step)
         if self._correction is not None or step < due or not present:
             return
         index = self._num_slices_sent % len(self.slices)
@@ -244,10 +291,6 @@ class Lockstep:
         self._count_exchange(len(present), share=1 / len(self.slices))
         self.virtual_s, self._arrives_s = train_s, train_s + self.virtual_s
 
-    def _present(self, step: int) -> list[int]:
-        churn, seed = self.plan.churn, self.plan.seed
-        return [number for number in self.replicas if not churn.is_absent(peer_name(number), step, seed=seed)]
-
     def _count_exchange(self, num_present: int, *, share: float = 1.0) -> None:
         """Count the bytes of an all-reduce, and the time for which all replicas wait for the slowest link.
 
@@ -258,31 +301,63 @@ class Lockstep:
             of_absent = (num_replicas - num_present) * self.ring.bytes_per_element * self.num_elements
             sent_bytes = num_present * self.ring.sent_bytes(self.num_elements, num_present) + of_absent
             self.sent_bytes += share * sent_bytes / num_replicas
+        self._wait(share * self.ring.sent_bytes(self.num_elements, num_replicas), num_messages=2 * (num_replicas - 1))
+
+    def _wait(self, num_bytes: float, *, num_messages: int) -> None:
+        """Let the time pass in which each replica sends `num_bytes` in messages that depend on each other."""
         links = [self.plan.link(number) for number in self.replicas]
         bytes_per_s = min(min(link.up_mbit_s, link.down_mbit_s) for link in links) * 1e6 / 8
-        delay_s = 2 * max(link.delay_ms for link in links) / 1e3
-        num_bytes = share * self.scale * self.ring.sent_bytes(self.num_elements, num_replicas)
-        self.virtual_s += num_bytes / bytes_per_s
-        self.virtual_s += 2 * (num_replicas - 1) * delay_s
+        self.virtual_s += self.scale * num_bytes / bytes_per_s
+        self.virtual_s += num_messages * 2 * max(link.delay_ms for link in links) / 1e3
+
+
+def run_named(named: str, material: Material, plan: Plan) -> Result:
+    """Run a rule that is named as in --rules. Raises SettingsError if there is none of this name."""
+    name, _, codec = named.partition(":")
+    spec, rule = material.spec, name
+    if name.endswith(".py"):
+        rule_name, _, codec = codec.partition(":")
+        found = runpy.run_path(name) if Path(name).is_file() else {}
+        if rule_name not in found:
+            raise SettingsError(f"{named}: there is no rule {rule_name!r} in {name}")
+        rule = found[rule_name]
+    elif name not in ("noloco", *RULES):
+        raise SettingsError(f"there is no rule {name!r}; choose from noloco, {', '.join(RULES)} and FILE.py:NAME")
+    elif name in OUTER_STEPS and not spec.outer.has_outer_step:
+        alpha, beta = OUTER_STEPS[name]
+        spec = spec.model_copy(update={"outer": spec.outer.model_copy(update={"alpha": alpha, "beta": beta})})
+    elif name == "noloco" and codec:
+        spec = spec.with_changes({"codec.weights": codec}, origin="--rules")
+    material = replace(material, spec=spec)
+    result = run_swarm(material, plan) if name == "noloco" else Lockstep(material, plan, rule, codec=codec).run()
+    return replace(result, rule=named)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("spec", type=Path, metavar="SPEC.toml")
-    parser.add_argument("--rules", default="noloco,diloco,ddp", help=f"of noloco, {', '.join(RULES)}")
+    parser.add_argument(
+        "--rules", default="noloco,diloco,ddp", help=f"of noloco, {', '.join(RULES)} and FILE.py:NAME, each with :CODEC"
+    )
     parser.add_argument("--replicas", type=int, default=8)
     parser.add_argument("--link", default="ideal", help="as in `noloco simulate`")
     parser.add_argument("--absent", type=float, default=0.0, help="share of the steps in which a replica is absent")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--plot", type=Path, metavar="DIR", help="draw the loss against time and against bytes")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    material = Material.of(TrainerSpec.load(args.spec), {}, seed=args.seed)
-    plan = Plan(args.replicas, seed=args.seed, links=parse_links(args.link.split(",")), churn=Churn(absent=args.absent))
-    rules = args.rules.split(",")
-    results = [
-        run_swarm(material, plan) if rule == "noloco" else Lockstep(material, plan, rule).run() for rule in rules
-    ]
+    try:
+        if args.plot:
+            plot.check(args.plot)
+        links, churn = parse_links(args.link.split(",")), Churn(absent=args.absent)
+        plan = Plan(args.replicas, args.seed, links=links, churn=churn, evaluations=PLOTTED if args.plot else 4)
+        material = Material.of(TrainerSpec.load(args.spec), {}, seed=args.seed)
+        results = [run_named(rule, material, plan) for rule in args.rules.split(",")]
+    except NolocoError as error:
+        parser.error(str(error))
     print("\n".join(table(results)))
+    if args.plot:
+        print(f"wrote {plot.draw(results, args.plot)}")
 
 
 if __name__ == "__main__":

@@ -52,6 +52,7 @@ class Stack:
         chosen = {id(matrix) for matrix in hidden_matrices(model)}
         self.is_matrix = [id(param) in chosen for _, param in parameters.named]
         self.device = self.flat.device
+        self._has_bf16 = products_of(self.device) == "bf16"
         self._epsilon = float(model.config.rms_norm_eps)
         length = material.spec.data.sequence_length
         frequencies = model.get_submodule("model.rotary_emb").inv_freq
@@ -89,7 +90,10 @@ class Stack:
             qkv = _product(self._norm(hidden, before), attention).view(num * batch, length, 3, heads, -1)
             query, key, value = qkv.permute(2, 0, 3, 1, 4)
             query, key = _rotated(query, cosine, sine), _rotated(key, cosine, sine)
-            mixed = scaled_dot_product_attention(query, key, value, is_causal=True)
+            if self.device.type == "cpu":  # whose attention is slower in bf16
+                query, key, value = query.float(), key.float(), value.float()
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+                mixed = scaled_dot_product_attention(query, key, value, is_causal=True)
             hidden = hidden + _product(mixed.transpose(1, 2).reshape(num, -1, width), output)
             gate, up = _product(self._norm(hidden, between), gate_up).chunk(2, -1)
             hidden = hidden + _product(silu(gate) * up, down)
@@ -99,9 +103,9 @@ class Stack:
         return losses.view(num, -1).mean(1)
 
     def gradients(self, rows: Tensor, tokens: Tensor) -> Tensor:
-        """Return the gradients of `rows`, with the same shape. A GPU computes products in bf16."""
+        """Return the gradients of `rows`, with the same shape."""
         rows = rows.detach().requires_grad_()
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+        with self._products():
             (gradients,) = torch.autograd.grad(self.losses(rows, tokens.to(self.device)).sum(), rows)
         return gradients
 
@@ -109,7 +113,7 @@ class Stack:
     def evaluate(self, rows: Tensor, batches: Sequence[Tensor]) -> list[float]:
         """Return the loss of each of `rows` on held-out sequences. Each token counts once."""
         total, num_tokens = torch.zeros(len(rows), device=self.device), 0
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+        with self._products():
             for batch in batches:
                 at_once = max(1, ROWS_AT_ONCE // (batch.numel() * self.spec.vocab_size))
                 parts = [
@@ -131,8 +135,16 @@ class Stack:
             "spread": spread(list(rows), mean),
         }
 
+    def _products(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self._has_bf16)
+
     def _norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
         return hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + self._epsilon) * weight[:, None, :]
+
+
+def products_of(device: torch.device) -> str:
+    """Return the dtype of products of matrices: bf16 where that is faster. Weights and everything else are fp32."""
+    return "bf16" if device.type == "cuda" or torch.cpu._is_avx512_bf16_supported() else "fp32"
 
 
 def _product(hidden: Tensor, weights: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
 """Run the swaps of a swarm on a virtual clock, with all inner steps computed in one batched model.
 
-Weights, coding, update filter, outer step, ages of units and positions in the run are those of real peers. This file
-replaces two things. `Steps` computes the inner steps of all replicas at once: the weights of a replica do not change
-between two of its steps, so all steps in progress can be computed when the first of them ends. `Swarm` replaces the
-protocol with which peers find partners: replicas whose links are free meet at random, and a swap takes as long as its
-bytes take on the slower link. One round trip later, both apply it after their next inner step.
+Weights, coding, update filter, outer step, ages of units, shares and positions in the run are those of real peers. This
+file replaces two things. `Steps` computes the inner steps of all replicas at once: the weights of a replica do not
+change between two of its steps, so all steps in progress can be computed when the first of them ends. `Swarm` replaces
+the protocol with which peers find partners: replicas whose links are free meet at random, and a swap takes as long as
+its bytes take on the slower link. One round trip later, both apply it after their next inner step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from torch import Tensor
 
 from noloco_p2p.gossip.coder import Coder, Coding
 from noloco_p2p.gossip.exchange import Committed, Exchange
-from noloco_p2p.gossip.gossip import MOST_APART, ROUND_TRIPS, SLICE_STEPS, SWAP_ID_BYTES
+from noloco_p2p.gossip.gossip import IDLE_S, ROUND_TRIPS, SLICE_STEPS, SWAP_ID_BYTES
+from noloco_p2p.gossip.pairing import Shares
 from noloco_p2p.gossip.units import Slice
 from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.outer.mixing import Mixing, Swapped
@@ -29,7 +30,7 @@ from noloco_p2p.outer.weights import Weights
 from noloco_p2p.simulate.clock import run_virtual
 from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.plan import Event, Plan, peer_name
-from noloco_p2p.simulate.result import Result, Swaps
+from noloco_p2p.simulate.result import Point, Result, Swaps
 from noloco_p2p.telemetry.metrics import Metrics
 
 FIRST_BYTES = 0.6  # per element; the size of the first slice assumes it
@@ -92,10 +93,12 @@ class LabReplica:
             self.weights.take(donor.weights.tensors())
             self.mixing.restart(progress=donor.mixing.progress)
         self.swaps: list[Swapped] = []
+        self.curve: list[Point] = []
         self.steps = self.sent_bytes = self.num_failed = 0
         self.moved_s = 0.0
         self.is_swapping = self.is_leaving = False
-        self.free_since_s, self.partner, self.agreed_step = 0.0, "", -(1 << 60)
+        self.shares = Shares()
+        self.free_since_s, self.agreed_step = lab.now_s(), -(1 << 60)
         self.bytes_an_element = FIRST_BYTES
 
     async def train(self, batches: Iterator[Tensor], phase_s: float) -> None:
@@ -117,6 +120,9 @@ class LabReplica:
                 self.mixing.outer_step()
             if lab.limit_s:
                 self.mixing.progress = min(1.0, lab.now_s() / lab.limit_s)
+            elif self.mixing.progress * lab.plan.evaluations >= len(self.curve) + 1 - 1e-9:
+                [loss] = lab.stack.evaluate(lab.stack.flat[[self.number]], lab.material.validation)
+                self.curve.append(Point(self.number, self.steps, lab.now_s(), loss, self.sent_bytes))
 
     def may_swap(self) -> bool:
         plan, is_waiting = self._lab.plan, self._lab.material.spec.outer.wait
@@ -124,6 +130,10 @@ class LabReplica:
         least = self._lab.material.spec.outer.min_inner_steps
         is_early = self.exchange.step < self.agreed_step + (0 if least == "auto" else least)
         return not (self.is_swapping or is_absent or is_early) and (self.exchange.is_open or not is_waiting)
+
+    def takes(self, other: LabReplica) -> bool:
+        """Return whether another replica has a share left of this one's swaps, or this one is idle."""
+        return not self.shares.has_had(other.name) or self._lab.now_s() - self.free_since_s >= IDLE_S
 
     def slice_s(self) -> float:
         return max(SLICE_STEPS * self.step_s, ROUND_TRIPS * 4 * self.link.delay_ms / 1e3)
@@ -196,28 +206,21 @@ class Swarm:
     # swaps
 
     def match(self) -> None:
-        """Let replicas whose links are free meet at random.
-
-        A replica that has just swapped with the only free one waits a little for another one.
-        """
+        """Let replicas whose links are free meet at random, if each may have a swap of the other."""
         waiting = [replica for replica in self.live.values() if replica.may_swap() and not self._is_over]
         self._rng.shuffle(waiting)
         while len(waiting) > 1:
             one = waiting.pop()
-            other = next((each for each in waiting if not self._just_met(one, each)), None)
-            if other is None or not self._begin(one, other):
-                self._look_again(MOST_APART * one.slice_s())
-            else:
+            other = next((each for each in waiting if one.takes(each) and each.takes(one)), None)
+            if other is not None and self._begin(one, other):
                 waiting.remove(other)
+            else:
+                self._look_again()
 
-    def _look_again(self, after_s: float) -> None:
+    def _look_again(self) -> None:
         loop = asyncio.get_running_loop()
         if self._looks_again is None or self._looks_again.when() <= loop.time():
-            self._looks_again = loop.call_later(1.001 * after_s, self.match)
-
-    def _just_met(self, one: LabReplica, other: LabReplica) -> bool:
-        met = one.partner == other.name and other.partner == one.name
-        return met and self.now_s() - max(one.free_since_s, other.free_since_s) < MOST_APART * one.slice_s()
+            self._looks_again = loop.call_later(IDLE_S, self.match)
 
     def _begin(self, one: LabReplica, other: LabReplica) -> bool:
         ages, is_waiting = one.exchange.ages, self.material.spec.outer.wait
@@ -232,8 +235,10 @@ class Swarm:
             return False
         for replica, partner in ((one, other), (other, one)):
             replica.exchange.ages.begin(part)
-            replica.is_swapping, replica.partner = True, partner.name
-            replica.agreed_step = replica.exchange.step
+            replica.is_swapping, replica.agreed_step = True, replica.exchange.step
+            others = [each.name for each in self.live.values() if each is not replica]
+            replica.shares.earn(others, num_live=1 + len(others))
+            replica.shares.swapped(partner.name)
         fills_link = at_most <= part.count < self.stack_units
         self._group.create_task(self._swap(one, other, part, fills_link=fills_link))
         return True
@@ -334,7 +339,7 @@ class Swarm:
             sent_per_parameter_step=sent_bytes / max(1, steps) / self.stack.num_parameters,
             steps=steps / len(self.all),
             virtual_s=virtual_s,
-            curve=(),
+            curve=tuple(point for replica in self.all for point in replica.curve),
             swaps=Swaps.mean(
                 Swaps(
                     committed=len(replica.swaps),

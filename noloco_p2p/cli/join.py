@@ -132,6 +132,8 @@ def _train(
         _say(f"noloco join {peer.ticket}")
         if not only_public(Ticket.decode(peer.ticket).addresses):
             _say("(the ticket has only private addresses; for peers on other networks, restart with --announce HOST)")
+        if not settings.max_upload:
+            _say("if others can reach this peer, it also relays calls between other peers; any --max-upload stops that")
         entry.write(ticket_file, peer.ticket, flag="--ticket-file", is_secret=bool(spec.run_key))
         _leave_on_signals(peer)
         if interrupts:  # a `__del__` has swallowed it, which happens while libraries are imported

@@ -123,7 +123,7 @@ def simulate(
         result = simulate_swarm(material, plan)
         lines = table([result])
         if plot:
-            lines.append(f"wrote {drawing.draw(result, plot)}")
+            lines.append(f"wrote {drawing.draw([result], plot)}")
     print(f"done after {time.monotonic() - began_s:.0f} s")
     print("\n".join(lines))
     if json_file:

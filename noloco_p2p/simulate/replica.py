@@ -227,7 +227,8 @@ class SimulatedReplica(SimulatedPeer):
     def _note_point(self) -> None:
         """Add the next point to the curve if the progress has reached it."""
         if self.progress * self._num_points >= len(self.curve) + 1 - AT_POINT:
-            self.curve.append(Point(self.number, self.steps, now_s(), self._material.loss(self.model)))
+            loss = self._material.loss(self.model)
+            self.curve.append(Point(self.number, self.steps, now_s(), loss, self.sent_bytes))
 
 
 def now_s() -> float:

@@ -29,6 +29,7 @@ class Point:
     step: int
     virtual_s: float
     loss: float  # validation, nats per token
+    sent_bytes: float  # payload, up to this point
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,6 +96,11 @@ def test_join_prints_one_ticket_its_own(swarm: Swarm) -> None:
     assert swarm.bootstrap_address in Ticket.decode(swarm.first.ticket).addresses
 
 
+def test_join_says_that_a_peer_relays_unless_its_upload_is_limited(swarm: Swarm) -> None:
+    assert "it also relays calls between other peers" in swarm.first.text
+    assert "relays" not in swarm.second.text
+
+
 def test_a_newcomer_starts_where_its_donor_stood(swarm: Swarm) -> None:
     start = swarm.second.events("evaluated")[0]
     assert start["step"] == 1

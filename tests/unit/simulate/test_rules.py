@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
+from documented import ROOT
 from harness.specs import published, tiny_llama
-from rules import RULES, DiLoCo, Lockstep, Ring
+from rules import OUTER_STEPS, RULES, DiLoCo, Lockstep, Ring, codec_of, main, run_named
 from torch import Tensor
 
 from noloco_p2p.codec import get_codec
+from noloco_p2p.errors import SettingsError
+from noloco_p2p.presets import PRESETS, render
 from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.plan import ABSENT_STEPS, Churn, Plan, peer_name
 from noloco_p2p.simulate.result import Result
@@ -76,22 +83,46 @@ def test_a_ring_of_one_codes_nothing_and_one_without_a_codec_is_the_mean() -> No
     assert torch.equal(Ring().mean(vectors(1)), vectors(1).mean(0))
 
 
-@pytest.mark.parametrize(
-    ("rule", "codec", "coded"), [("diloco", "int8", "int8"), ("diloco", "modulo", "int8"), ("ddp", "modulo", "bf16")]
-)
-def test_the_ring_of_a_rule_has_the_errors_and_bytes_of_its_codec(rule: str, codec: str, coded: str) -> None:
+@pytest.mark.parametrize("codec", ["int8", "bf16"])
+def test_a_ring_has_the_errors_and_bytes_of_its_codec(codec: str) -> None:
     """A hop among eight replicas codes a sum of up to seven vectors, and the last one codes their mean."""
     size = 8 * 256
-    ring, exact = Ring.of(rule, codec, num_elements=size), torch.randn(8, size, generator=torch.manual_seed(0))
-    assert ring.sent_bytes(size, 8) == pytest.approx(2 * 7 / 8 * get_codec(coded).num_bytes((size,)))
+    ring, exact = Ring.of(codec, num_elements=size), torch.randn(8, size, generator=torch.manual_seed(0))
+    assert ring.sent_bytes(size, 8) == pytest.approx(2 * 7 / 8 * get_codec(codec).num_bytes((size,)))
     error = (ring.mean(exact) - exact.mean(0)).norm() / exact.mean(0).norm()
-    once = get_codec(coded).decode(get_codec(coded).encode(exact[0, :256]), shape=(256,))
+    once = get_codec(codec).decode(get_codec(codec).encode(exact[0, :256]), shape=(256,))
     of_codec = (once - exact[0, :256]).norm() / exact[0, :256].norm()
     assert of_codec < error < 4 * of_codec
 
 
-def test_ddp_with_fp32_stays_exact() -> None:
-    assert Ring.of("ddp", "fp32", num_elements=10) == Ring()
+def test_a_rule_has_a_codec_for_many_replicas_whatever_the_spec_says() -> None:
+    assert [codec_of(rule, "modulo") for rule in RULES] == ["int8", "int8", "bf16", "int8", "int4"]
+    assert [codec_of(rule, "fp32") for rule in RULES] == ["fp32", "fp32", "fp32", "fp32", "int4"]
+    assert Ring.of("fp32", num_elements=10) == Ring()
+    assert Ring.of("int4", num_elements=10).bytes_per_element == 0.5 + 2 / 64
+
+
+@pytest.fixture(scope="module")
+def of_init() -> Material:
+    """Return a material with the codec and the outer step that `noloco init` writes, which are for pairs."""
+    spec = SPEC.with_changes({"codec.weights": "modulo", "outer.alpha": 0.0, "outer.beta": 1.0}, origin="a test")
+    assert (spec.codec, spec.outer.has_outer_step) == (PRESETS["tiny"].codec, PRESETS["tiny"].outer.has_outer_step)
+    return Material.of(spec, {})
+
+
+@pytest.mark.parametrize("rule", ["diloco", "diloco-nesterov", "ddp"])
+def test_no_rule_suffers_from_the_codec_that_init_writes(rule: str, of_init: Material) -> None:
+    own, exact = (run_named(name, of_init, Plan(4, evaluations=1)) for name in (rule, f"{rule}:fp32"))
+    assert own.loss == pytest.approx(exact.loss, rel=0.002)
+    assert own.sent_bytes < 0.6 * exact.sent_bytes
+
+
+@pytest.mark.parametrize("rule", OUTER_STEPS)
+def test_diloco_takes_its_own_outer_step_if_the_spec_has_none(rule: str, of_init: Material) -> None:
+    alpha, beta = OUTER_STEPS[rule]
+    outer = of_init.spec.outer.model_copy(update={"alpha": alpha, "beta": beta})
+    told = replace(of_init, spec=of_init.spec.model_copy(update={"outer": outer}))
+    assert run_named(rule, of_init, Plan(2)).loss == simulated(told, rule, num_replicas=2).loss
 
 
 # runs
@@ -145,3 +176,62 @@ def test_absent_replicas_take_the_mean_of_the_others(rule: str, material: Materi
     sent = [(2 * (n - 1) + 4 - n) / 4 * 4 * clean.num_parameters if n else 0 for n in present]
     assert churned.sent_bytes == pytest.approx(sum(sent))
     assert lost.sent_bytes == 0
+
+
+# the command
+
+
+@pytest.fixture
+def own_rule(tmp_path: Path) -> Path:
+    """Return a file with the rule that the page for researchers shows."""
+    [shown] = re.findall(
+        r"```py\n(.*?)```", ROOT.joinpath("docs/researchers.md").read_text(encoding="utf-8"), re.DOTALL
+    )
+    path = tmp_path / "mine.py"
+    path.write_text(shown, encoding="utf-8")
+    return path
+
+
+def test_a_rule_of_ones_own(own_rule: Path, material: Material) -> None:
+    """The rule of the page sends a vector of weights to one other replica at every third step."""
+    slow = LinkProfile("slow", down_mbit_s=8, up_mbit_s=8, delay_ms=50, jitter_ms=0)
+    plan = Plan(4, links=(slow,), evaluations=2)
+    exact, coded, alone = (
+        run_named(each, material, plan) for each in (f"{own_rule}:Chain", f"{own_rule}:Chain:int8", "local")
+    )
+    sent = STEPS / 3 * 4 * exact.num_parameters
+    assert exact.sent_bytes == sent
+    assert exact.virtual_s == pytest.approx(STEPS + sent / 1e6 + STEPS / 3 * 0.1)
+    assert coded.sent_bytes == pytest.approx(
+        sent * get_codec("int8").num_bytes((exact.num_parameters,)) / 4 / exact.num_parameters, rel=0.02
+    )
+    assert coded.loss == pytest.approx(exact.loss, rel=0.01)
+    assert exact.spread < 0.7 * alone.spread
+    assert exact.curve[-1].sent_bytes == sent
+
+
+def test_rules_codecs_and_a_plot(
+    own_rule: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec, rules = tmp_path / "run.toml", f"noloco:bf16,diloco:int4,{own_rule}:Chain"
+    spec.write_text(render(SPEC), encoding="utf-8")
+    monkeypatch.setattr(
+        "sys.argv", ["rules.py", str(spec), "--rules", rules, "--replicas", "2", "--plot", str(tmp_path)]
+    )
+    main()
+    out = capsys.readouterr().out
+    assert [line.split()[0] for line in out.splitlines()[1:-1]] == rules.split(",")
+    assert (tmp_path / "loss.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        ("adam", "there is no rule 'adam'; choose from noloco, diloco, "),
+        ("diloco:modulo", "there is no codec 'modulo' for many replicas; choose one of fp32, bf16, int8, int4"),
+        ("absent.py:Mine", "absent.py:Mine: there is no rule 'Mine' in absent.py"),
+    ],
+)
+def test_a_wrong_rule_or_codec_is_refused(rule: str, words: str, material: Material) -> None:
+    with pytest.raises(SettingsError, match=re.escape(words)):
+        run_named(rule, material, Plan(2))

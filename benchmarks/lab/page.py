@@ -1,0 +1,178 @@
+"""Write the tables and plots of docs/results.md from results/ladder.jsonl.
+
+    python benchmarks/lab/page.py [--check]
+
+Each table stands between two markers, `<!-- lab: NAME -->` and `<!-- end -->`, and is replaced. The text around it is
+not touched. --check fails if the page is out of date. A value is the mean of the seeds, with their number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from ladder import AT_ALL_LINKS, FREE, OUT, RULES, SIZES, read, score
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+MARKED = re.compile(r"(<!-- lab: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+# Scaling laws for DiLoCo (arXiv 2503.09799): loss above data parallelism with 8 replicas, H = 30, by parameters.
+DEEPMIND = {35e6: 3.9, 180e6: 2.3, 1.3e9: 1.3}
+NAMES = {
+    "ddp": "synchronous training",
+    "diloco-30": "DiLoCo, H = 30",
+    "diloco-100": "DiLoCo, H = 100",
+    "streaming": "Streaming DiLoCo, plain averages",
+    "streaming-30": "Streaming DiLoCo, H = 30",
+    "local": "no communication, one merge",
+    "noloco-50": "the paper's NoLoCo, H = 50",
+    "ours": "**swaps of slices**",
+    "ours-outer": "swaps of slices, outer step",
+}
+LINKS = ("20", "100", "200", "1000")
+Rows = list[dict[str, Any]]
+Series = dict[str, dict[Any, tuple[float, int]]]  # of each rule: the mean and the number of seeds, by column
+
+
+def series(rows: Rows, column: Callable[[dict[str, Any]], Any], keep: Callable[[dict[str, Any]], bool]) -> Series:
+    """Return the mean loss of each rule and column over the seeds of the ladder."""
+    found: Series = {}
+    for rule in RULES:
+        groups: dict[Any, list[float]] = {}
+        for row in rows:
+            if row["seed"] and row["rule"] == rule and keep(row):
+                groups.setdefault(column(row), []).append(score(row))
+        if groups:
+            found[rule] = {key: (fmean(losses), len(losses)) for key, losses in groups.items()}
+    return found
+
+
+def is_plain(row: dict[str, Any]) -> bool:
+    return row["replicas"] == 8 and not row["slow"] and not row["absent"]
+
+
+def gaps(rows: Rows, optimizer: str) -> Series:
+    """Return how far each rule ends above synchronous training with equal tokens, in per cent, by size.
+
+    Swaps of slices need a link, and have that of 100 Mbit/s. Each seed is compared with the same seed.
+    """
+    bases = {
+        (row["size"], row["seed"]): score(row)
+        for row in rows
+        if row["rule"] == "ddp" and row["link"] == FREE and row["optimizer"] == optimizer
+    }
+    relative = [
+        {**row, **dict.fromkeys(("loss", "merged_loss"), 100 * (score(row) / bases[row["size"], row["seed"]] - 1))}
+        for row in rows
+        if (row["size"], row["seed"]) in bases
+    ]
+    return series(
+        relative,
+        lambda row: row["size"],
+        lambda row: (
+            row["optimizer"] == optimizer
+            and is_plain(row)
+            and row["rule"] != "ddp"
+            and row["link"] == ("100" if row["rule"].startswith("ours") else FREE)
+        ),
+    )
+
+
+def links(rows: Rows) -> Series:
+    return series(
+        rows,
+        lambda row: row["link"],
+        lambda row: row["size"] == AT_ALL_LINKS and row["optimizer"] == "muon" and is_plain(row) and row["seed"] == 1,
+    )
+
+
+def trouble(rows: Rows) -> Series:
+    def column(row: dict[str, Any]) -> str:
+        if row["slow"] or row["absent"]:
+            return "10 % of them slow" if row["slow"] else "10 % of the time absent"
+        return f"{row['replicas']} replicas"
+
+    return series(
+        rows,
+        column,
+        lambda row: (
+            row["size"] == AT_ALL_LINKS and row["optimizer"] == "muon" and row["link"] == "100" and row["seed"] == 1
+        ),
+    )
+
+
+def table(found: Series, columns: Iterable[Any], form: str, head: Callable[[Any], str] = str) -> str:
+    """Return a Markdown table with a line for each rule, the lowest of the last column first."""
+    present = [column for column in columns if any(column in cells for cells in found.values())]
+    if not present:
+        return "(no cell has been computed yet)\n"
+    lines = ["| | " + " | ".join(head(column) for column in present) + " |", "|---" * (1 + len(present)) + "|"]
+    for rule, cells in sorted(found.items(), key=lambda item: [item[1].get(each, (9e9, 0))[0] for each in present]):
+        told = [f"{cells[each][0]:{form}} ({cells[each][1]})" if each in cells else "" for each in present]
+        lines.append(f"| {NAMES[rule]} | " + " | ".join(told) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def draw(path: Path, found: Series, x_of: Callable[[Any], float], x_label: str, y_label: str) -> None:
+    from matplotlib import rcParams
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    rcParams["svg.hashsalt"] = "noloco"  # the same file for the same rows
+    figure = Figure(figsize=(7.5, 4), layout="constrained")
+    FigureCanvasSVG(figure)
+    axes = figure.add_subplot()
+    for rule, cells in found.items():
+        points = sorted((x_of(column), loss) for column, (loss, _) in cells.items())
+        is_ours = rule == "ours"
+        axes.plot(*zip(*points, strict=True), "o-", lw=3 if is_ours else 1.3, ms=4, label=NAMES[rule].strip("*"))
+    if "gap" in path.name:
+        axes.plot(*zip(*DEEPMIND.items(), strict=True), "k^:", label="DiLoCo, published (arXiv 2503.09799)")
+    axes.set_xscale("log")
+    axes.set(xlabel=x_label, ylabel=y_label)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.savefig(path, metadata={"Date": None})
+
+
+def made(rows: Rows) -> dict[str, str]:
+    """Return the tables by name."""
+    return {
+        "gap": table(gaps(rows, "muon"), SIZES, "+.1f", lambda size: f"{size} parameters"),
+        "adamw": table(gaps(rows, "adamw"), SIZES, "+.1f", lambda size: f"{size} parameters"),
+        "links": table(links(rows), LINKS, ".4f", lambda link: f"{link} Mbit/s"),
+        "trouble": table(
+            trouble(rows),
+            ("8 replicas", "10 % of them slow", "10 % of the time absent", "4 replicas", "16 replicas"),
+            ".4f",
+        ),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--rows", type=Path, default=OUT)
+    parser.add_argument("--docs", type=Path, default=DOCS)
+    arguments = parser.parse_args()
+    rows, page = read(arguments.rows), arguments.docs / "results.md"
+    tables, text = made(rows), page.read_text()
+    new = MARKED.sub(lambda match: match[1] + tables[match[2]] + match[3], text)
+    if arguments.check:
+        raise SystemExit("docs/results.md is out of date; run python benchmarks/lab/page.py" if new != text else 0)
+    page.write_text(new)
+    draw(
+        arguments.docs / "lab-gap.svg",
+        gaps(rows, "muon"),
+        lambda size: SIZES[size].num_parameters,
+        "parameters",
+        "loss above synchronous training, %",
+    )
+    draw(arguments.docs / "lab-links.svg", links(rows), float, "Mbit/s", "loss after equal time, nats per byte")
+
+
+if __name__ == "__main__":
+    main()
