@@ -37,8 +37,11 @@ from harness.processes import Command, PeerProcess, noloco, write_spec
 from netlab import NetLab
 from torch.optim import AdamW
 
+from noloco_p2p.presets import PRESETS
+from noloco_p2p.settings import PeerSettings
 from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.trainer.model import build_model, causal_lm_loss
+from noloco_p2p.trainer.needs import Counts, estimate
 
 VOCABULARY, NUM_TOKENS = 32_000, 128
 SAVE_EVERY_S = 25.0
@@ -157,12 +160,6 @@ def amounts(line: str) -> list[int]:
     return [int(float(each) * UNITS[unit]) for each, unit in AMOUNT.findall(line)]
 
 
-def seconds(line: str) -> float:
-    """Return the time in a line such as "... after 1 min 5 s"."""
-    found = re.findall(r"(\d+) (h|min|s)\b", line)
-    return sum(int(number) * {"h": 3600, "min": 60, "s": 1}[unit] for number, unit in found)
-
-
 def bare(folder: Path) -> Figures:
     """Train with a bare PyTorch loop on one core."""
     torch.set_num_threads(1)
@@ -196,7 +193,6 @@ def newcomer(folder: Path) -> Figures:
                 watched.watch(lambda: watched.steps(), timeout_s=TRAIN_S)
                 first_s = watched.steps()[0][1]
                 watched.watch(lambda: peer.events("report")[-1]["swaps"], timeout_s=TRAIN_S)
-                told = seconds(peer.wait_for("newcomers: "))
                 swap_s = next(e["time_s"] for e in peer.events("report") if e["swaps"]) - watched.began_s
                 peer.event("saved", timeout_s=TRAIN_S)
                 for each, state in zip((first, peer), states, strict=True):
@@ -205,16 +201,16 @@ def newcomer(folder: Path) -> Figures:
                 merging = merge(first.ticket, folder, flags, namespace=places[0]["namespace"])
     state = next(states[0].glob("runs/*/checkpoints/0*/weights.safetensors")).stat().st_size
     transfer_s = state * 8e-6 / NEWCOMER_MBIT_S
-    peak = max(rss for _, rss, _ in watched.samples)
-    found = {
-        "first_s": first_s,
-        "told_s": told,
-        "swap_s": swap_s,
-        "transfer_s": transfer_s,
-        "state": state,
-        "peak": peak,
+    return {"first_s": first_s, "swap_s": swap_s, "transfer_s": transfer_s, "phases": watched.lines, "state": state} | {
+        f"merge_{name}": value for name, value in merging.items()
     }
-    return {**found, "phases": watched.lines} | {f"merge_{name}": value for name, value in merging.items()}
+
+
+def announced_s() -> float:
+    """Return the time after which a newcomer trains, as `join` announces it for this link."""
+    spec = PRESETS["small"].with_changes({"model.vocab_size": VOCABULARY}, origin="this benchmark")
+    settings = PeerSettings(max_download=f"{NEWCOMER_MBIT_S:g}mbit")
+    return estimate(spec, Counts.of_sizes(spec.model), settings, has_gpu=False).begin_s
 
 
 def merge(ticket: str, folder: Path, flags: Sequence[str], *, namespace: str) -> Figures:
@@ -289,9 +285,8 @@ def claims_of(found: dict[str, Figures]) -> list[Claim]:
             Claim(f"transfer of a state at {NEWCOMER_MBIT_S:g} Mbit/s", one["transfer_s"], "s"),
             Claim("a newcomer's first inner step after", one["first_s"], "s"),
             Claim("  relative to the transfer", ratio, "x", "<= 1.2", ratio <= 1.2),
-            announced("a newcomer's first inner step after", one["told_s"], one["first_s"], "s"),
+            announced("a newcomer's first inner step after", announced_s(), one["first_s"], "s"),
             Claim("a newcomer's first swap after", one["swap_s"], "s"),
-            Claim("memory of a newcomer that swaps, peak", one["peak"] / GIB, "GiB"),
             Claim("`export --merge` of both, one over this link", one["merge_s"], "s"),
             Claim("  relative to its transfer", one["merge_s"] / one["transfer_s"], "x"),
             Claim("  memory, peak", one["merge_peak"] / GIB, "GiB"),
