@@ -122,7 +122,7 @@ def test_disk_space_does_not_grow_and_what_is_written_in_a_day_does() -> None:
 def test_limits_of_this_machine_bound_traffic_and_the_time_to_fetch_a_state() -> None:
     free = needs_of(TrainerSpec(name="r"), 10**8)
     assert free.begin_s == pytest.approx(9 + 1.06 * 32), "400 MB at 100 Mbit/s"
-    assert free.lines()[-2].endswith("begin to train about 43 s after their start at 100 Mbit/s")
+    assert free.lines()[-2].endswith("and train after 43 s at 100 Mbit/s")
     assert free.lines()[-1].endswith("(41.9 GiB per hour each way at 100 Mbit/s), unless --max-upload limits them")
     slow_up = needs_of(TrainerSpec(name="r"), 10**8, max_upload="20mbit", max_download="50mbit")
     assert slow_up.begin_s == pytest.approx(9 + 1.06 * 64)
