@@ -72,7 +72,7 @@ which count as activations. A script whose parameters are in bf16 needs half as 
 and their moments. With `outer.alpha` above 0, there are 8 bytes more per parameter in main memory and in a checkpoint.
 """
 COSTS = ("model", "optimizer", "bytes per parameter", "memory of the model", "other main memory", "checkpoint")
-COSTS += ("written per day", "state of a newcomer", "fetched at 100 Mbit/s in")
+COSTS += ("written per day", "state of a newcomer", "a newcomer trains at 100 Mbit/s after")
 SIZE_FIELDS = [f"model.{name}" for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "mlp_size")]
 SIZE_FIELDS += ["model.tied_embeddings"]
 SIZES = {
@@ -141,7 +141,7 @@ def costs() -> list[str]:
             amounts = (found.model_bytes, found.host_bytes, found.checkpoint_bytes)
             flag, per_parameter = " `--offload-optimizer`" * offloads, found.model_bytes / found.num_parameters
             texts = (mib(each) for each in (*amounts, found.written_bytes_per_day, found.state_bytes))
-            rows.append((name, optimizer + flag, f"{per_parameter:.3g}", *texts, duration(found.fetch_s)))
+            rows.append((name, optimizer + flag, f"{per_parameter:.3g}", *texts, duration(found.begin_s)))
     return [COSTS_HEAD, *table(rows)]
 
 

@@ -31,8 +31,7 @@ NF4_BYTES = 1 / 2 + 1 / 64 + FP32_BYTES / (64 * 256)  # per weight: a code, its 
 MUON_BYTES = 5 * FP32_BYTES * (1 << 24)  # copies of a batch of matrices, which it orthogonalizes (optim/muon.py)
 SLICE_BYTES = FP32_BYTES * (1 << 24)  # at most (gossip/units.py)
 NUM_SLICES = 6  # in memory at a time: two swaps, each with a snapshot, a half-difference and payloads
-PROCESS_BYTES = 512 << 20  # Python and its libraries
-NETWORK_BYTES = 100 << 20  # the process of the DHT
+PROCESS_BYTES = 612 << 20  # Python, its libraries, and the process of the DHT
 SENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0, "modulo": 0.5}  # per parameter; modulo: while partners are close
 CARDS_GIB = (8, 12, 16, 24)  # GPUs that people have
 DRIVER_BYTES = 1 << 30  # of a GPU's memory: its context, kernels, the screen, and what fragmentation loses
@@ -40,6 +39,8 @@ LOGITS_BYTES = 256 << 20  # limit for the fp32 logits of one chunk; the loss and
 USUAL_RANK = 16
 DAY_S, HOUR_S = 86_400.0, 3600.0
 USUAL_BYTES_PER_S = 12.5e6  # assumed for a link of unknown speed: 100 Mbit/s
+WIRE = 1.06  # bytes on a link for each byte of a state, with the headers of IP, TCP and TLS
+NEWCOMER_S = 9.0  # to load libraries, enter the swarm and take the first step (benchmarks/size.py)
 
 
 class Counts(NamedTuple):
@@ -175,8 +176,9 @@ class Needs:
         return DAY_S / self.save_every_s * self.checkpoint_bytes
 
     @property
-    def fetch_s(self) -> float:
-        return self.state_bytes / self.fetch_bytes_per_s
+    def begin_s(self) -> float:
+        """The time from the start of a newcomer to the end of its first step."""
+        return NEWCOMER_S + WIRE * self.state_bytes / self.fetch_bytes_per_s
 
     def lines(self) -> list[str]:
         """Format the needs for the user."""
@@ -199,7 +201,7 @@ class Needs:
             f"needs: {memory}{copy}, {mib(self.disk_bytes)} of disk space",
             f"checkpoints: keeps {counted(self.num_checkpoints, 'checkpoint')} of {mib(self.checkpoint_bytes)}, and "
             f"writes {mib(self.written_bytes_per_day)} per day (one every {self.save_every_s / 60:.3g} min)",
-            f"newcomers: fetch {mib(self.state_bytes)}, which takes {duration(self.fetch_s)} at "
+            f"newcomers: fetch {mib(self.state_bytes)}, and train after {duration(self.begin_s)} at "
             f"{_mbit_s(self.fetch_bytes_per_s)}",
             f"swaps: use {swaps}",
         ]
@@ -249,11 +251,9 @@ def estimate(
     step = min(MUON_BYTES, MUON_BYTES // (1 << 24) * num_muon)
     model_bytes = WEIGHT_BYTES * num + moments - offloaded + counts.frozen_bytes
     slices = NUM_SLICES * min(SLICE_BYTES, FP32_BYTES * num)
-    host_bytes = offloaded + slices + _outer_step_bytes(spec) * num + PROCESS_BYTES + NETWORK_BYTES
-    # With an outer step, there are also the slow weights.
+    host_bytes = offloaded + slices + _outer_step_bytes(spec) * num + PROCESS_BYTES
     checkpoint_bytes = (1 + outer.has_outer_step + outer.keeps_momentum) * FP32_BYTES * num + moments
-    down, up = settings.download_bytes_per_s, settings.upload_bytes_per_s
-    link = link_bytes_per_s or USUAL_BYTES_PER_S
+    down, up, link = settings.download_bytes_per_s, settings.upload_bytes_per_s, link_bytes_per_s or USUAL_BYTES_PER_S
     return Needs(
         num_parameters=num,
         model_bytes=model_bytes // num_ranks + step,

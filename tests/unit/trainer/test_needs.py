@@ -127,10 +127,11 @@ def test_disk_space_does_not_grow_and_what_is_written_in_a_day_does() -> None:
 
 def test_limits_of_this_machine_bound_traffic_and_the_time_to_fetch_a_state() -> None:
     free = needs_of(TrainerSpec(name="r"), 10**8)
-    assert free.fetch_s == pytest.approx(32), "400 MB at 100 Mbit/s"
+    assert free.begin_s == pytest.approx(9 + 1.06 * 32), "400 MB at 100 Mbit/s"
+    assert free.lines()[-2].endswith("and train after 43 s at 100 Mbit/s")
     assert "(41.9 GiB per hour each way at 100 Mbit/s), unless --max-upload limits them; " in free.lines()[-1]
     slow_up = needs_of(TrainerSpec(name="r"), 10**8, max_upload="20mbit", max_download="50mbit")
-    assert slow_up.fetch_s == pytest.approx(64)
+    assert slow_up.begin_s == pytest.approx(9 + 1.06 * 64)
     limited = "swaps: use up to 8.4 GiB per hour each way at 20 Mbit/s; sending all weights once takes 20 s"
     assert slow_up.lines()[-1] == limited
 
