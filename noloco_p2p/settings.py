@@ -71,7 +71,7 @@ GROUPS = {
     "When to train": ("when", "max_steps"),
     "Computation": (
         *("device", "threads", "gpus", "precision", "micro_batch", "compile", "activation_checkpointing"),
-        *("offload_optimizer", "max_memory"),
+        *("liger", "offload_optimizer", "max_memory"),
     ),
     "Data and models": ("data", "models"),
     "Stages": ("stage", "revive_from"),

@@ -77,7 +77,7 @@ class Link:
 
     def usual_s(self, partner: str) -> float:
         """Return how long swaps with other partners usually take, from the agreement to the commit, or 0."""
-        return median_low([seconds for peer, seconds in self.swaps_s.items() if peer != partner] or [0.0])
+        return median_low([seconds for peer, seconds in tuple(self.swaps_s.items()) if peer != partner] or [0.0])
 
     def committed(self, num_elements: int, swap: Swap, began_s: float, now_s: float) -> None:
         share = SMOOTHING if self.elements_per_s else 1.0
