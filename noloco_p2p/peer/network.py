@@ -166,7 +166,7 @@ class Status:
         for name, number in _counted(counts, relayed_bytes).items():
             setattr(self._metrics, name, self._before.get(name, 0) + number)
         self._metrics.swaps_per_min, self._metrics.link_use = link.last_minute(time.monotonic())
-        self._metrics.swap_s = link.swap_s
+        self._metrics.swap_s = link.usual_s("")
         self._metrics.trained_s = self._trained_s()
 
     def restore(self, values: dict[str, Any]) -> None:
