@@ -33,7 +33,7 @@ import psutil
 import torch
 from claims import Claim, show
 from data_feed import trained_tokenizer
-from harness.processes import Command, PeerProcess, noloco, write_spec
+from harness.processes import JOIN_LINE, Command, PeerProcess, noloco, write_spec
 from netlab import NetLab
 from torch.optim import AdamW
 
@@ -51,7 +51,7 @@ BARE_STEPS = 40
 NEWCOMER_MBIT_S = 100.0
 POLL_S = 0.02
 GIB, MB = 1 << 30, 1e6
-NOTED = ("starting", "announcing", "needs:", "noloco join noloco1")  # lines that divide the start
+NOTED = ("starting", "announcing", "needs:", JOIN_LINE)  # lines that divide the start
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 AMOUNT = re.compile(r"([\d.]+) (KiB|MiB|GiB)")
 

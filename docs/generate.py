@@ -87,8 +87,9 @@ A counter never decreases, not even when the peer restarts. The loss is omitted 
 
 ### One peer
 
-`noloco join --metrics HOST:PORT` serves these metrics at `/metrics`. `noloco status --json` and the events
-`report`, `finished` and `stopped` contain the same metrics, without the prefix `noloco_` and suffix `_total`.
+`noloco join --metrics PORT` serves these metrics at `/metrics`. `noloco status --json` and the events `report`,
+`finished` and `stopped` contain the same metrics, without the prefix `noloco_` and suffix `_total`. There, names end in
+`_s`, `_per_s` and `_per_min` instead of `_seconds` and `_per_second`.
 """
 SWARM_HEAD = """### The swarm
 
@@ -145,9 +146,8 @@ def costs() -> list[str]:
 
 
 def metrics() -> list[str]:
-    own = (*prometheus.PEER, prometheus.LIVE_PEERS, prometheus.PEER_INFO)
-    swarm = (prometheus.SWARM_PEERS, *prometheus.SWARM, *prometheus.STAGES, prometheus.DIRECTORY_AGE)
-    peers = [(_named(family), family.kind, family.unit, family.meaning) for family in own]
+    swarm = prometheus.OF_A_SWARM
+    peers = [(_named(family), family.kind, family.unit, family.meaning) for family in prometheus.OF_A_PEER]
     meanings = [AGGREGATE.match(family.meaning)[0].strip() for family in swarm]
     swarms = [
         (", ".join(_named(family) for family, its in zip(swarm, meanings, strict=True) if its == meaning), meaning)

@@ -30,8 +30,8 @@ def init(
     file: Path = typer.Argument(Path("run.toml"), help="Where to write the run spec."),
     preset: str = typer.Option(
         "tiny",
-        help="tiny, small, medium or large (the last three are the paper's sizes), or paper (the paper's "
-        "exact outer step).",
+        help="tiny, small, medium or large (the last three are the paper's sizes), paper (the paper's exact outer "
+        "step), or finetune (adapters for a chat model).",
     ),
     name: str | None = typer.Option(None, help="Name of the run.", show_default="the preset"),
     private: bool = typer.Option(
@@ -66,7 +66,12 @@ def init(
         found = StageNeeds.of(spec, stages, folders=settings.models)
         spec, needs = found.spec, found.lines()
     elif spec.model.pretrained or spec.model.lora.rank:
-        needs = [f"to see what it costs a peer, run: noloco doctor {file}"]  # which reads the model's config
+        from noloco_p2p.trainer.needs import Sizes
+
+        is_here = not spec.model.pretrained or spec.model.pretrained in settings.models  # the hub may be slow
+        sizes = Sizes.of(spec.model, folders=settings.models) if is_here else None
+        needs = sizes.lines(spec) if sizes else []
+        needs.append(f"to see what it costs a peer, run: noloco doctor {file}")  # which reads the model's config
     else:
         from noloco_p2p.trainer.needs import Counts, estimate
 

@@ -15,9 +15,9 @@ A swap can pull a peer back, against the direction in which it has moved for the
 as often ahead of a peer as behind it, but a liar can pull back in every swap. So if the cosine of a half-difference and
 that direction is below -`DRAG`, the half-difference is scaled down until it pulls back as little as with that cosine.
 
-So about two of three honest pieces are clipped. Their direction stays, and the next swaps make up for their length,
-which costs an honest swarm little. A radius of twice the median clips few honest pieces, but a liar that pulls into one
-direction in every swap then does ten times the harm (benchmarks/results/attacks.txt).
+So about three of four honest pieces are clipped. Their direction stays, and the next swaps make up for a part of their
+length. This costs an honest swarm about 1 % of the loss (benchmarks/results/attacks_trials.txt). A wider radius costs
+less, but a liar that pulls into one direction in every swap then does ten times the harm.
 """
 
 from __future__ import annotations
