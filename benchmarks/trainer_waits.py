@@ -3,7 +3,7 @@
     python benchmarks/trainer_waits.py [--model gpt2] [--step-s 1] [--seconds 120] [--mbit-s 200,1000] [--json FILE]
     python benchmarks/trainer_waits.py --elements N [...]
 
-Two processes with the code of real peers swap over TLS and a link proxy. One of them trains a Llama with 138M
+Two processes with the code of real peers swap over TLS and a link proxy. One of them trains a Llama with 110M
 parameters and AdamW on one core. With --model, it is GPT-2 small (124M) or a Qwen2 of 494M parameters from
 transformers, in bf16, and a step accumulates two batches and is followed by that of a scheduler, as in a user's script.
 With --elements, it has N synthetic weights and SGD instead, and its inner step computes for --step-s seconds of
@@ -284,10 +284,14 @@ def side(pipe: Connection, plan: Plan, *, computes: bool) -> None:
         bare += train_bare(PAIR_SHARE * plan.seconds)
         alone += train(PAIR_SHARE * plan.seconds)
     gc.collect()
+    pipe.send("ready")  # both begin to swap at the same time
+    pipe.recv()
     pauses.total_s = pauses.longest_s = 0.0
     _forget_peak()
     peer.directory.others, began_s = partners, time.monotonic()
     beside = train(plan.seconds)
+    while not computes and not pipe.poll():  # the trainer may take longer
+        train(0.0)
     seconds, counts, gossip = time.monotonic() - began_s, peer.member.service.counts, peer.member.service.gossip
     assert gossip
     found = Found(
@@ -337,7 +341,14 @@ def run_pair(plan: Plan, link: LinkProfile) -> Found:
         proxy = LinkProxy(f"127.0.0.1:{port}", link)
         asyncio.run_coroutine_threadsafe(proxy.start(), loop).result(START_S)
         pipe.send((int(proxy.address.rpartition(":")[2]), *rest))
-    found, _ = [pipe.recv() for pipe in pipes]
+    trainer, partner = pipes
+    for pipe in pipes:
+        pipe.recv()
+    for pipe in pipes:
+        pipe.send("go")
+    found = trainer.recv()
+    partner.send("end")
+    partner.recv()
     for process in processes:
         process.join(30)
     return found

@@ -43,8 +43,9 @@ ROUND_TRIPS = 10  # in which it travels at least
 # (benchmarks/link_use.py).
 MOST_APART = 0.25
 MOST_FURTHEST = 2  # times the distance at which an honest peer refuses; both train on while an offer travels
-HELD_UP = 8  # times the usual duration of a swap: a longer one costs its partner as many credits. Half of
-# it would also charge honest partners with slower links.
+# Times the usual duration of a swap: a longer one costs its partner as many credits. Half of it would also charge
+# honest partners with slower links.
+HELD_UP = 8
 PARTNERS = 8  # whose last swaps say what is usual
 SWAP_ID_BYTES = 16
 REMEMBERED_ANSWERS = 256

@@ -101,7 +101,7 @@ class Metrics:
         "rate of committed swaps over the last minute",
         Shown(key="rate", digits=4, column="swaps/min", rank=3, total="training"),
     )
-    swap_s: float = _gauge("s", "time of a swap, from the agreement to the commit: the median over the last partners")
+    swap_s: float = _gauge("s", "usual time of a swap, from the agreement to the commit")
     link_use: float = _gauge(
         "fraction",
         "share of the last minute in which a swap was sending or receiving",
