@@ -8,6 +8,7 @@ This module does not import torch, so `noloco init` and `noloco status` start fa
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 import reprlib
@@ -17,10 +18,12 @@ from typing import Annotated, Any, Literal, Self, cast, get_args
 
 from blake3 import blake3
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic.fields import FieldInfo
 
 from noloco_p2p.errors import SpecError
 
 SPEC_VERSION = 1
+SIMILAR = 0.75  # names of which one may be a slip for the other
 MAX_SPEC_BYTES = 64 * 1024  # a larger spec from the network is refused
 
 ActivationCodecName = Literal["fp32", "bf16", "int8"]
@@ -195,9 +198,20 @@ class SourceSpec(Section):
     validation_split: str = field(
         "validation", "validation split of a hub data set; if empty, documents of `split` are held out"
     )
+    format: Literal["text", "chat", "prompt"] = field(
+        "text",
+        "what a row holds: `text`; a `chat` in `messages` or `conversations`; or a `prompt` and its `completion`; "
+        "the last two use the tokenizer's chat template, and only the assistant's tokens count in the loss",
+    )
     text_field: str = field(
         "text", "name of the text field in JSON Lines or Parquet files; a field `input_ids` with token ids also works"
     )
+
+    @model_validator(mode="after")
+    def _the_built_in_corpus_is_text(self) -> SourceSpec:
+        if self.source == "stdlib" and self.format != "text":
+            raise ValueError(f"format must be 'text' for the built-in corpus (source 'stdlib'), not {self.format!r}")
+        return self
 
 
 class MixSpec(SourceSpec):
@@ -249,6 +263,11 @@ class DataSpec(SourceSpec):
             return ((self, 1.0),)
         total = sum(part.weight for part in self.mix)
         return tuple((part, part.weight / total) for part in self.mix)
+
+    @property
+    def packs_samples(self) -> bool:
+        """Return whether a sequence holds whole samples that do not see each other, instead of a cut of the text."""
+        return any(part.format != "text" for part, _ in self.parts())
 
 
 class TrainSpec(Section):
@@ -505,7 +524,7 @@ class Spec(Section):
         try:
             return cast("Self", kind.model_validate(values))
         except ValidationError as error:
-            raise SpecError(f"{origin}: {describe(error)}") from None
+            raise SpecError(f"{origin}: {describe(error, kind)}") from None
 
     @classmethod
     def load(cls, path: Path | str) -> Self:
@@ -559,9 +578,9 @@ class Spec(Section):
             for section in sections:
                 target = target.get(section)
                 if not isinstance(target, dict):
-                    raise SpecError(f"{origin}: {dotted} is not a field of a run spec")
-            if key not in target:
-                raise SpecError(f"{origin}: {dotted} is not a field of a run spec")
+                    break
+            if not isinstance(target, dict) or key not in target:
+                raise SpecError(f"{origin}: {dotted} is not a field of a run spec{_meant(dotted, type(self))}")
             target[key] = value
         return self.from_dict(values, origin=origin)
 
@@ -598,6 +617,10 @@ class TrainerSpec(Spec):
             raise ValueError(
                 "model.parameter_seeds must be true in a run with stages, because a peer initializes only its part"
             )
+        if self.data.packs_samples:
+            raise ValueError(
+                "data.format must be 'text' in a run with stages, because the borders of samples do not travel yet"
+            )
         if self.model.lora.rank:
             raise ValueError(
                 "model.lora.rank must be 0 in a run with stages, because adapters cannot be cut into stages yet"
@@ -627,7 +650,27 @@ def _key(part: str | int) -> str:
     return text if text.isidentifier() or text.isdecimal() else reprlib.repr(text)
 
 
-def describe(error: ValidationError) -> str:
+def _fields(model: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
+    """Return the fields of a model and of its sections, by dotted name."""
+    found = dict[str, FieldInfo]()
+    for name, field in model.model_fields.items():
+        found[prefix + name] = field
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            found |= _fields(field.annotation, f"{prefix}{name}.")
+    return found
+
+
+def _meant(dotted: str, model: type[BaseModel]) -> str:
+    """Return a question about the field that may be meant by an unknown name, or "" if none is similar."""
+    names = {name: name.rpartition(".")[2] for name in _fields(model)}
+    close = difflib.get_close_matches(dotted, names, n=1, cutoff=SIMILAR)
+    if not close:
+        ends = difflib.get_close_matches(dotted.rpartition(".")[2], names.values(), n=1, cutoff=SIMILAR)
+        close = [name for name, end in names.items() if end in ends]
+    return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def describe(error: ValidationError, model: type[BaseModel]) -> str:
     """Describe each wrong field with its dotted name, for example `outer.gamma must be < ...`."""
     lines = []
     for item in error.errors():
@@ -638,7 +681,9 @@ def describe(error: ValidationError) -> str:
             if first_word.isidentifier():  # our own checks already name the field
                 dotted, message = f"{dotted}.{first_word}" if dotted else first_word, message.partition(" ")[2]
         elif item["type"] == "extra_forbidden":
-            message = "is not a known field"
+            message = f"is not a known field{_meant(dotted, model)}"
+        elif item["type"] == "string_pattern_mismatch" and (field := _fields(model).get(dotted)):
+            message = f"{reprlib.repr(item['input'])} is not a valid {(field.description or '').partition(';')[0]}"
         elif message.startswith("Input should "):
             given = f"; it is {reprlib.repr(item['input'])}" if isinstance(item["input"], str | int | float) else ""
             message = f"must {message.removeprefix('Input should ')}{given}"

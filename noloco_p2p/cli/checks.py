@@ -141,6 +141,12 @@ def _tell(report: DataReport) -> None:
         )
     for number, sample in enumerate(report.samples, start=1):
         print(f"sample {number}: {sample[:SHOWN_CHARS]!r}")
+    if report.marked:
+        print("a chat; the loss counts only what follows +:")
+        for is_learned, text in report.marked:
+            print(f"  {'+' if is_learned else '-'} {text[:SHOWN_CHARS]!r}")
+        print(f"the loss counts {report.num_learned / report.num_tokens:.0%} of the tokens of a sequence")
+        print(f"chats longer than data.sequence_length, which are truncated: {report.num_truncated or 'none'}")
     print(
         f"this machine reads and packs {count(report.tokens_per_s)} tokens/s "
         f"(measured on {count(report.num_tokens)} tokens)"

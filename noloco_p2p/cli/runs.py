@@ -30,8 +30,8 @@ def init(
     file: Path = typer.Argument(Path("run.toml"), help="Where to write the run spec."),
     preset: str = typer.Option(
         "tiny",
-        help="tiny, small, medium or large (the last three are the paper's sizes), or paper (the paper's "
-        "exact outer step).",
+        help="tiny, small, medium or large (the last three are the paper's sizes), paper (the paper's exact outer "
+        "step), or finetune (adapters for a chat model).",
     ),
     name: str | None = typer.Option(None, help="Name of the run.", show_default="the preset"),
     private: bool = typer.Option(

@@ -13,7 +13,7 @@ from noloco_p2p.errors import SettingsError
 from noloco_p2p.settings import PeerSettings
 
 
-@takes_settings("data")
+@takes_settings("data", "models")
 def simulate(
     file: Path = typer.Argument(..., metavar="SPEC.toml", help="The run spec."),
     replicas: str = typer.Option(
@@ -119,7 +119,7 @@ def simulate(
         )
         if plot:
             drawing.check(plot)
-        material = Material.of(spec, settings.data, device=choose_device(device), seed=seed)
+        material = Material.of(spec, settings.data, device=choose_device(device), seed=seed, folders=settings.models)
         result = simulate_swarm(material, plan)
         lines = table([result])
         if plot:

@@ -6,10 +6,13 @@ import time
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
+import numpy as np
+
 from noloco_p2p.data.documents import Document, Fault, Faults, Unavailable
 from noloco_p2p.data.reader import Source
+from noloco_p2p.data.samples import FIRST, UNLEARNED, num_targets, runs
 from noloco_p2p.data.sources import open_source
-from noloco_p2p.data.stream import Corpus, TokenStream, validation_batches
+from noloco_p2p.data.stream import Corpus, TokenStream, end_of_text, validation_batches
 from noloco_p2p.spec import SourceSpec
 from noloco_p2p.telemetry.progress import Progress
 
@@ -34,8 +37,11 @@ class SourceReport:
 class DataReport:
     sources: list[SourceReport] = field(default_factory=list)
     samples: list[str] = field(default_factory=list)
+    marked: list[tuple[bool, str]] = field(default_factory=list)  # a chat in parts, and whether the loss counts each
     tokens_per_s: float = 0.0
     num_tokens: int = 0
+    num_learned: int = 0  # tokens that count in the loss
+    num_truncated: int = 0  # samples longer than a sequence
     num_held_out: int = 0
     num_faults: int = 0
     faults: list[Fault] = field(default_factory=list)  # the first ones
@@ -58,11 +64,23 @@ def check_data(corpus: Corpus, *, num_sequences: int, full: bool = False) -> Dat
     while report.num_tokens < READ_TOKENS and stream.epoch == 0 and time.monotonic() - began_s < READ_S:
         batch = next(stream)
         report.num_tokens += batch.numel()
-        report.samples.extend(str(corpus.tokenizer.decode(row)) for row in batch[: SAMPLES - len(report.samples)])
+        report.num_learned += num_targets(batch)
+        if corpus.data.packs_samples:
+            report.marked = report.marked or _first_sample(batch[0].numpy(), corpus)
+        else:
+            report.samples.extend(str(corpus.tokenizer.decode(row)) for row in batch[: SAMPLES - len(report.samples)])
     report.tokens_per_s = report.num_tokens / (time.monotonic() - began_s)
     held_out = validation_batches(corpus, num_sequences=num_sequences, batch_size=8)
     report.num_held_out, report.num_faults = sum(map(len, held_out)), faults.count
+    report.num_truncated = faults.num_truncated
     return report
+
+
+def _first_sample(row: np.ndarray, corpus: Corpus) -> list[tuple[bool, str]]:
+    """Return the parts of the first sample of a sequence."""
+    is_padding = row == end_of_text(corpus.data, corpus.tokenizer) | UNLEARNED
+    end = min([*np.flatnonzero(row & FIRST)[1:], np.flatnonzero(~is_padding)[-1] + 1])
+    return [(is_learned, str(corpus.tokenizer.decode(ids))) for is_learned, ids in runs(row[:end])]
 
 
 def _look(part: SourceSpec, source: Source, faults: Faults, *, full: bool, progress: Progress) -> SourceReport:

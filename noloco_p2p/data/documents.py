@@ -7,6 +7,7 @@ others, four in five of its held-out documents would differ (benchmarks/results/
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from blake3 import blake3
 
+from noloco_p2p.data.chats import Message
 from noloco_p2p.errors import DataError
 
 log = logging.getLogger(__name__)
@@ -29,12 +31,12 @@ class Unavailable(DataError):
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text, or its token ids (1-D integers).
+    """A text, its token ids (1-D integers), or the messages of a chat.
 
     If `name` is set, a hash of the name decides whether the document is held out.
     """
 
-    content: str | np.ndarray
+    content: str | np.ndarray | list[Message]
     origin: str  # the file or data set that it comes from, for messages
     name: str = ""
     line: int | None = None
@@ -77,6 +79,8 @@ def is_held_out(document: Document, share: float) -> bool:
         key = document.name.encode()
     elif isinstance(document.content, str):
         key = document.content.encode("utf-8", "replace")
+    elif isinstance(document.content, list):
+        key = json.dumps(document.content, sort_keys=True, default=str).encode()
     else:
         key = document.content.astype("<i8").tobytes()
     return int.from_bytes(blake3(key).digest(8)) < share * 2**64
@@ -88,6 +92,7 @@ class Faults:
     def __init__(self, on_fault: Callable[[Fault], None] | None = None) -> None:
         self.on_fault = on_fault
         self.last: Fault | None = None
+        self.num_truncated = 0  # samples, which are no faults
         self._of_file: Counter[str] = Counter()
         self._seen: set[tuple[str, int | None]] = set()
 
@@ -100,11 +105,8 @@ class Faults:
         return f"; lines and files skipped: {self.count}; most recent reason: {self.last}" if self.last else ""
 
     def note(self, fault: Fault) -> None:
-        place = (fault.file, fault.line)
-        if place in self._seen:  # seen in an earlier epoch
+        if not self._is_new(fault.file, fault.line):
             return
-        if len(self._seen) < REMEMBERED:
-            self._seen.add(place)
         self.last = fault
         self._of_file[fault.file] += 1
         number = self._of_file[fault.file]
@@ -114,3 +116,21 @@ class Faults:
             log.warning("skipped: %d lines of %s so far; most recent reason: %s", number, fault.file, fault.reason)
         if self.on_fault:
             self.on_fault(fault)
+
+    def note_truncated(self, document: Document, num_tokens: int, kept: int) -> None:
+        """Count a sample of which only the first `kept` tokens are used."""
+        if self._is_new(document.origin, document.line):
+            self.num_truncated += 1
+            if str(self.num_truncated).strip("0") == "1":
+                place = Fault(
+                    document.origin, document.line, f"{num_tokens:,} tokens, but data.sequence_length is {kept:,}"
+                )
+                log.warning("truncated: %d samples so far; most recent: %s", self.num_truncated, place)
+
+    def _is_new(self, file: str, line: int | None) -> bool:
+        """Return False if this place was seen in an earlier epoch."""
+        if (file, line) in self._seen:
+            return False
+        if len(self._seen) < REMEMBERED:
+            self._seen.add((file, line))
+        return True

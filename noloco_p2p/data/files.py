@@ -21,8 +21,10 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
+from noloco_p2p.data.chats import FIELDS, check_fields, messages_of
 from noloco_p2p.data.documents import Document, Fault, Piece, Row, Unavailable
 from noloco_p2p.errors import DataError
+from noloco_p2p.spec import SourceSpec
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch, Table
@@ -35,22 +37,26 @@ MASK_FIELD = "attention_mask"
 GONE = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 
 
-def file_piece(path: Path, text_field: str) -> Piece:
-    """Return the piece for a file. Raises DataError if the kind of file is not supported."""
+def file_piece(path: Path, part: SourceSpec) -> Piece:
+    """Return the piece for a file of a source. Raises DataError if the kind of file is not supported."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     is_packed = suffixes[-1:] == [".gz"]
     kind = "".join(suffixes[-2:-1] if is_packed else suffixes[-1:])
     if kind not in KINDS or (is_packed and kind == ".parquet"):
         raise DataError(f"{path}: unsupported file type; use .txt, .json or .jsonl (each also with .gz), or .parquet")
     read = KINDS[kind]
+    if read is _texts and part.format != "text":
+        raise DataError(
+            f"{path}: a text file has no chats; data.format = {part.format!r} needs .json, .jsonl or .parquet"
+        )
 
     def rows(start: int) -> Iterator[Row]:
         """Yield the rows of the file. If the rest of the file cannot be read, the last row yielded is a fault."""
         number = start
         try:
-            for item in islice(read(path, text_field), start, None):
+            for item in islice(read(path, part), start, None):
                 number += 1
-                yield row_of(item, str(path), number, text_field)
+                yield row_of(item, str(path), number, part)
         except Exception as error:  # noqa: BLE001 - whatever a parser raises costs this file and not the source
             if isinstance(error, OSError) and error.errno and not isinstance(error, GONE):
                 raise Unavailable(f"{path}: {first_line(error)}") from None
@@ -87,7 +93,7 @@ def _unmarked(begin: bytes) -> bytes:
     return begin.removeprefix(codecs.BOM_UTF8)
 
 
-def _texts(path: Path, text_field: str) -> Iterator[Row]:
+def _texts(path: Path, part: SourceSpec) -> Iterator[Row]:
     """Yield documents of about 64 Ki characters each. A damaged line is left out of its document."""
     text = ""
     for number, line in enumerate(_lines(path), start=1):
@@ -100,16 +106,16 @@ def _texts(path: Path, text_field: str) -> Iterator[Row]:
             yield Fault(str(path), number, f"not UTF-8 text: {first_line(error)}")
             continue
         for start in range(0, len(decoded), TEXT_PIECE_CHARS):
-            part = decoded[start : start + TEXT_PIECE_CHARS]
-            text += part
-            if len(text) >= (TEXT_PIECE_CHARS if part.strip() else TEXT_PIECE_CHARS // 2):
+            added = decoded[start : start + TEXT_PIECE_CHARS]
+            text += added
+            if len(text) >= (TEXT_PIECE_CHARS if added.strip() else TEXT_PIECE_CHARS // 2):
                 yield Document(text, origin=str(path), line=number)
                 text = ""
     if text:
         yield Document(text, origin=str(path))
 
 
-def _json_items(path: Path, text_field: str) -> Iterator[Any]:
+def _json_items(path: Path, part: SourceSpec) -> Iterator[Any]:
     """Yield the lines of a file, or the items of its one JSON array, which is read as a whole."""
     with _opened(path) as file:
         if _unmarked(file.read(64)).lstrip()[:1] == b"[":
@@ -119,7 +125,7 @@ def _json_items(path: Path, text_field: str) -> Iterator[Any]:
     yield from _lines(path)
 
 
-def _parquet_items(path: Path, text_field: str) -> Iterator[Any]:
+def _parquet_items(path: Path, part: SourceSpec) -> Iterator[Any]:
     """Yield the rows of all row groups in order.
 
     A damaged group is reported as a fault, and reading continues with the next group.
@@ -129,13 +135,13 @@ def _parquet_items(path: Path, text_field: str) -> Iterator[Any]:
     if not path.stat().st_size:
         return
     with pq.ParquetFile(path) as file:
-        columns = _used_columns(file.schema_arrow.names, text_field)
+        columns = _used_columns(file.schema_arrow.names, part)
         first = 0
         for group in range(file.num_row_groups):
             number, last = first, first + file.metadata.row_group(group).num_rows
             try:
                 for batch in file.iter_batches(batch_size=ROWS_A_READ, row_groups=[group], columns=columns):
-                    for item in table_items(batch, text_field):
+                    for item in table_items(batch, part):
                         number += 1
                         yield item
             except GONE:
@@ -146,18 +152,22 @@ def _parquet_items(path: Path, text_field: str) -> Iterator[Any]:
             first = last
 
 
-def _used_columns(names: list[str], text_field: str) -> list[str]:
-    if not {text_field, TOKENS_FIELD}.intersection(names):
-        raise ValueError(_no_field(text_field, names))
-    return [name for name in (text_field, TOKENS_FIELD, MASK_FIELD) if name in names]
+def _used_columns(names: list[str], part: SourceSpec) -> list[str]:
+    """Return the columns of a table to read. Raises ValueError if it has none of them."""
+    if part.format != "text":
+        check_fields(names, part.format)
+        return [name for name in FIELDS[part.format] if name in names]
+    if not {part.text_field, TOKENS_FIELD}.intersection(names):
+        raise ValueError(_no_field(part.text_field, names))
+    return [name for name in (part.text_field, TOKENS_FIELD, MASK_FIELD) if name in names]
 
 
-def table_items(table: Table | RecordBatch, text_field: str) -> Iterator[dict[str, Any] | ValueError]:
+def table_items(table: Table | RecordBatch, part: SourceSpec) -> Iterator[dict[str, Any] | ValueError]:
     """Yield the used fields of each row of a table, or the error for a row that is not UTF-8.
 
     Raises ValueError if the table has no text.
     """
-    table = table.select(_used_columns(table.schema.names, text_field))
+    table = table.select(_used_columns(table.schema.names, part))
     try:
         yield from table.to_pylist()
     except ValueError:  # before the first row
@@ -168,7 +178,7 @@ def table_items(table: Table | RecordBatch, text_field: str) -> Iterator[dict[st
                 yield error
 
 
-def row_of(item: Any, origin: str, number: int, text_field: str) -> Row:
+def row_of(item: Any, origin: str, number: int, part: SourceSpec) -> Row:
     """Return the row for a line of JSON or for the fields of a document. A row is returned as it is."""
     if item is None or isinstance(item, Document | Fault):
         return item
@@ -183,6 +193,13 @@ def row_of(item: Any, origin: str, number: int, text_field: str) -> Row:
         return Fault(origin, number, f"not UTF-8: {first_line(item)}")
     if not isinstance(item, dict):
         return Fault(origin, number, f"expected a JSON object, got {type(item).__name__}")
+    if part.format != "text":
+        try:
+            messages = messages_of(item, part.format)
+        except ValueError as error:
+            return Fault(origin, number, str(error))
+        return Document(messages, origin=origin, line=number) if messages else None
+    text_field = part.text_field
     if text_field in item:
         text = item[text_field]
         if text is None or text == "":
@@ -230,7 +247,7 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-KINDS: dict[str, Callable[[Path, str], Iterator[Any]]] = {
+KINDS: dict[str, Callable[[Path, SourceSpec], Iterator[Any]]] = {
     **dict.fromkeys((".txt", ".text"), _texts),
     **dict.fromkeys((".json", ".jsonl"), _json_items),
     ".parquet": _parquet_items,

@@ -69,7 +69,7 @@ def hub_source(part: SourceSpec, split: str, *, pause: Pause = time.sleep) -> So
                 ) from None
             pause(2.0 ** (number - 1))
         else:
-            return shard_source(stream, name=name, text_field=part.text_field)
+            return shard_source(stream, name=name, part=part)
     raise AssertionError("unreachable")
 
 
@@ -124,22 +124,22 @@ def _check_files(files: Mapping[str, Sequence[str]], name: str) -> None:
             raise SpecError(f"data.source 'hub:{name}' lists the file {file!r}, which is not part of that data set")
 
 
-def shard_source(stream: IterableDataset, *, name: str, text_field: str) -> Source:
+def shard_source(stream: IterableDataset, *, name: str, part: SourceSpec) -> Source:
     """Return a source whose pieces are the shards of a streamed data set. Each peer reads them in its own order."""
     pieces: list[Piece] = []
     for index in range(stream.num_shards):
         shard = stream.shard(num_shards=stream.num_shards, index=index)
-        pieces.append(Piece(f"{name}#{index}", partial(_shard_rows, shard, f"{name}#{index}", text_field)))
+        pieces.append(Piece(f"{name}#{index}", partial(_shard_rows, shard, f"{name}#{index}", part)))
     return Source(pieces, thin=False)
 
 
-def _shard_rows(shard: IterableDataset, name: str, text_field: str, start: int) -> Iterator[Row]:
+def _shard_rows(shard: IterableDataset, name: str, part: SourceSpec, start: int) -> Iterator[Row]:
     number = start
     try:
         for table in shard.skip(start).with_format("arrow").iter(batch_size=ROWS_A_READ):
-            for item in table_items(table, text_field):
+            for item in table_items(table, part):
                 number += 1
-                yield row_of(item, name, number, text_field)
+                yield row_of(item, name, number, part)
     except Exception as error:  # noqa: BLE001 - pyarrow, zlib, json, fsspec, httpx: a stream raises whatever they raise
         if not is_lasting(error):
             raise Unavailable(f"{name}, row {number + 1}: {first_line(error)}") from None

@@ -102,7 +102,7 @@ def _bound_files(name: str, bindings: Mapping[str, str], *, is_needed: bool = Tr
 
 
 def _file_source(paths: list[Path], part: SourceSpec) -> Source:
-    return Source([file_piece(path, part.text_field) for path in paths])
+    return Source([file_piece(path, part) for path in paths])
 
 
 def builtin_corpus() -> Source:

@@ -5,6 +5,8 @@ token, and cut into sequences. The remaining tokens go to the next block, so no 
 are shuffled, so that a batch mixes many documents. A mixture takes its next documents from the source that is furthest
 behind its share of the tokens.
 
+If a source holds chats, a sequence holds whole samples instead (`samples.py`), and nothing is left for the next block.
+
 A restart continues in exactly the same order. The saved state consists of the rest of the block (at most half a million
 tokens) and the start of the next block. A restart therefore reads nothing twice, and does not depend on which files
 have failed in the meantime. `datasets` cannot do this. Its `interleave_datasets` counts documents instead of tokens.
@@ -26,8 +28,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from noloco_p2p.data.chats import Message, make_renderer
 from noloco_p2p.data.documents import Document, Fault, Faults, is_held_out
 from noloco_p2p.data.reader import Place, Reader, permutation
+from noloco_p2p.data.samples import is_learned, mark, pack
 from noloco_p2p.data.sources import has_own_validation, open_source, open_validation
 from noloco_p2p.errors import DataError
 from noloco_p2p.spec import DataSpec
@@ -116,6 +120,7 @@ class TokenStream:
         self._progress = corpus.progress
         self._peer_id = peer_id
         self._encode = make_encoder(data, corpus.tokenizer, self.faults)
+        self._cut = make_cutter(data, corpus.tokenizer)
         self._feeds: list[Feed] = []
         for index, (part, share) in enumerate(data.parts()):
             reader = Reader(
@@ -208,7 +213,7 @@ class TokenStream:
                 report(min(num_tokens, enough), enough)
                 if is_end and len(self._feeds) == 1 and num_tokens >= self.sequence_length:
                     break
-        sequences, self._carry = cut(arrays, self.sequence_length)
+        sequences, self._carry = self._cut(arrays)
         self._block += 1
         return sequences[permutation(order, len(sequences))]
 
@@ -241,7 +246,8 @@ def validation_batches(corpus: Corpus, *, num_sequences: int, batch_size: int) -
     `num_sequences`, all of them are returned, with a warning. Raises DataError if there are none.
     """
     data, faults = corpus.data, corpus.faults
-    encode = make_encoder(data, corpus.tokenizer, faults)
+    encode, cut = make_encoder(data, corpus.tokenizer, faults), make_cutter(data, corpus.tokenizer)
+    least_tokens = 1 if data.packs_samples else data.sequence_length
     chosen: list[np.ndarray] = []
     share_so_far, num_asked = 0.0, 0
     with corpus.progress.task("reading held-out data", unit="tokens") as report:
@@ -260,13 +266,13 @@ def validation_batches(corpus: Corpus, *, num_sequences: int, batch_size: int) -
                     report(min(num_tokens, wanted_tokens), wanted_tokens)
                 if num_tokens >= wanted_tokens:
                     break
-            if num_tokens < data.sequence_length:
+            if num_tokens < least_tokens:
                 raise DataError(
                     f"data source {part.source!r} has only {num_tokens} held-out tokens, but one sequence needs "
-                    f"{data.sequence_length}; increase data.holdout, or use --data {part.source}.validation=GLOB"
+                    f"{least_tokens}; increase data.holdout, or use --data {part.source}.validation=GLOB"
                     f"{faults.summary()}"
                 )
-            pool, _ = cut(arrays, data.sequence_length)
+            pool, _ = cut(arrays)
             chosen.append(pool[np.linspace(0, len(pool) - 1, min(wanted, len(pool))).round().astype(int)])
     sequences = np.concatenate(chosen)[:num_sequences]
     if len(sequences) < num_sequences:
@@ -276,6 +282,26 @@ def validation_batches(corpus: Corpus, *, num_sequences: int, batch_size: int) -
             num_sequences,
         )
     return list(torch.from_numpy(sequences.astype(np.int64)).split(batch_size))
+
+
+def end_of_text(data: DataSpec, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the id of the end-of-text token. Raises DataError if the tokenizer has none."""
+    end = tokenizer.eos_token_id
+    if not isinstance(end, int):
+        raise DataError(
+            f"tokenizer {data.tokenizer!r} has no end-of-text token; choose another tokenizer (data.tokenizer)"
+        )
+    return end
+
+
+def make_cutter(
+    data: DataSpec, tokenizer: PreTrainedTokenizerBase
+) -> Callable[[list[np.ndarray]], tuple[np.ndarray, np.ndarray]]:
+    """Return a function that makes sequences of encoded documents, and returns them with the tokens left over."""
+    length, end = data.sequence_length, end_of_text(data, tokenizer)
+    if data.packs_samples:
+        return lambda arrays: (pack(arrays, length, padding=end), np.zeros(0, np.int32))
+    return lambda arrays: cut(arrays, length)
 
 
 def cut(arrays: list[np.ndarray], sequence_length: int) -> tuple[np.ndarray, np.ndarray]:
@@ -288,20 +314,31 @@ def cut(arrays: list[np.ndarray], sequence_length: int) -> tuple[np.ndarray, np.
 def make_encoder(
     data: DataSpec, tokenizer: PreTrainedTokenizerBase, faults: Faults
 ) -> Callable[[Sequence[Document]], list[np.ndarray]]:
-    """Return a function that turns documents into token ids (int32), each document ending with the end-of-text token.
+    """Return a function that turns documents into token ids (int32), each text ending with the end-of-text token.
 
     The function encodes several texts at once, because a hub tokenizer spreads them over the cores. For the tokenizer
     `bytes`, it computes the ids directly, because the tokenizer's own code processes one letter at a time in Python.
     Control tokens in a text, such as "</s>", are encoded as text.
 
-    If a document contains token ids that the tokenizer does not have, the document is reported as a fault and left out.
-    Raises DataError if the tokenizer has no end-of-text token.
+    If a source of the data holds chats, all documents become marked samples (`samples.py`) of at most one sequence: a
+    longer chat is truncated, and a longer text becomes several samples.
+
+    If a document contains token ids that the tokenizer does not have, or if a chat cannot be rendered, the document is
+    reported as a fault and left out. Raises DataError if the tokenizer has no end-of-text token, or no chat template
+    although there are chats.
     """
-    end, num_ids = tokenizer.eos_token_id, len(tokenizer)
-    if not isinstance(end, int):
-        raise DataError(
-            f"tokenizer {data.tokenizer!r} has no end-of-text token; choose another tokenizer (data.tokenizer)"
-        )
+    end, num_ids, length = end_of_text(data, tokenizer), len(tokenizer), data.sequence_length
+    render = make_renderer(tokenizer, data.tokenizer) if data.packs_samples else None
+
+    def sample_of(document: Document, messages: list[Message]) -> np.ndarray:
+        assert render
+        ids, is_said = render(messages)
+        sample = mark(ids[:length], is_said[:length])
+        if not is_learned(sample).any():
+            raise ValueError(f"its first {length} tokens (data.sequence_length) contain none of the assistant's")
+        if len(ids) > length:
+            faults.note_truncated(document, len(ids), length)
+        return sample
 
     def encode(documents: Sequence[Document]) -> list[np.ndarray]:
         # lone surrogates, which tokenizers refuse, are replaced
@@ -317,6 +354,12 @@ def make_encoder(
             encoded = iter(())
         arrays: list[np.ndarray] = []
         for document in documents:
+            if isinstance(document.content, list):
+                try:
+                    arrays.append(sample_of(document, document.content))
+                except ValueError as error:
+                    faults.note(Fault(document.origin, document.line, str(error)))
+                continue
             ids = next(encoded) if isinstance(document.content, str) else document.content
             if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < num_ids:
                 reason = (
@@ -326,7 +369,11 @@ def make_encoder(
                 faults.note(Fault(document.origin, document.line, reason))
                 continue
             has_end = len(ids) > 0 and ids[-1] == end
-            arrays.append(np.append(ids, [] if has_end else [end]).astype(np.int32))
+            ids = np.append(ids, [] if has_end else [end]).astype(np.int32)
+            if data.packs_samples:  # the end of a text that would be a sample of its own has nothing to learn
+                arrays += [mark(ids[at : at + length]) for at in range(0, len(ids) - 1, length)]
+            else:
+                arrays.append(ids)
         return arrays
 
     return encode

@@ -25,10 +25,17 @@ class Material:
     validation: list[Tensor]
     bindings: Mapping[str, str]
     device: torch.device  # of all models; outer states stay on the CPU, as in a real peer
+    folders: Mapping[str, str]  # of bound models
 
     @classmethod
     def of(
-        cls, spec: TrainerSpec, bindings: Mapping[str, str], *, device: torch.device = CPU, seed: int = 0
+        cls,
+        spec: TrainerSpec,
+        bindings: Mapping[str, str],
+        *,
+        device: torch.device = CPU,
+        seed: int = 0,
+        folders: Mapping[str, str] | None = None,
     ) -> Material:
         """Build the material of a spec, whose initial weights also depend on `seed`.
 
@@ -36,16 +43,17 @@ class Material:
         """
         if seed:
             spec = spec.with_changes({"model.seed": spec.model.seed + seed}, origin="--seed")
-        tokenizer = build_tokenizer(spec.data)
+        tokenizer = build_tokenizer(spec.data, folders=folders)
         validation = validation_batches(
             Corpus(spec.data, tokenizer, bindings),
             num_sequences=spec.evaluate.num_sequences,
             batch_size=spec.train.batch_size,
         )
-        return cls(spec, tokenizer, validation, bindings, device)
+        return cls(spec, tokenizer, validation, bindings, device, folders or {})
 
     def model(self) -> PreTrainedModel:
-        model = build_model(self.spec.model, sequence_length=self.spec.data.sequence_length)
+        length = self.spec.data.sequence_length
+        model = build_model(self.spec.model, sequence_length=length, folders=self.folders)
         check_vocabulary(model, self.tokenizer)
         torch.nn.Module.to(model, self.device)
         return model

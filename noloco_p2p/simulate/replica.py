@@ -26,6 +26,7 @@ from noloco_p2p.spec import TrainerSpec, TrainSpec
 from noloco_p2p.telemetry.metrics import Metrics
 from noloco_p2p.testing.memory import MemoryDirectory, MemoryNetwork, MemoryTransport
 from noloco_p2p.trainer.inner_step import InnerStep
+from noloco_p2p.trainer.model import loss_for
 from noloco_p2p.transfer.donor import state_file_bytes
 
 AT_POINT = 1e-6  # tolerance, because progress is a sum of fractions
@@ -53,7 +54,7 @@ class SimulatedPeer:
     ) -> None:
         self.peer_id = peer_id
         self.model = model
-        self.inner = InnerStep(model, train)
+        self.inner = InnerStep(model, train, loss=loss_for(spec.data))
         self.weights = Weights(FlatParameters(model), spec.outer)
         self.steps = 0
         self.swaps: list[Swapped] = []

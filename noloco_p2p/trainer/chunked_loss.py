@@ -18,9 +18,9 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
+from noloco_p2p.data.samples import IGNORED
 from noloco_p2p.trainer.needs import LOGITS_BYTES
 
-IGNORED = -100  # the label of a token that does not count
 OF_THE_LOSS = {"num_items_in_batch", "shift_labels"}  # arguments of the model's own loss
 
 

@@ -9,8 +9,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from noloco_p2p.data.samples import UNLEARNED, num_targets
 from noloco_p2p.telemetry.progress import Progress
-from noloco_p2p.trainer.model import causal_lm_loss
+from noloco_p2p.trainer.model import causal_lm_loss, samples_loss
 
 LOGITS_BYTES = 512 << 20  # limit for the fp32 logits of one pass; the loss needs as much memory again
 
@@ -24,8 +25,8 @@ def evaluate_loss(
 ) -> float:
     """Return the mean cross-entropy in nats per predicted token.
 
-    Each of the `batches` holds token ids of shape (batch, sequence). A token counts once, regardless of the size of its
-    batch. The first token of a sequence is not predicted.
+    Each of the `batches` holds token ids of shape (batch, sequence), which may be marked (`data/samples.py`). A token
+    counts once, regardless of the size of its batch. The first token of a sequence is not predicted.
 
     With a large vocabulary, logits take up most of the memory. A batch is therefore split until the logits of one pass
     take at most `logits_bytes`, or belong to a single sequence.
@@ -43,9 +44,11 @@ def evaluate_loss(
         for index, batch in enumerate(batches):
             report(index, len(batches))
             rows_at_once = max(1, logits_bytes // (4 * batch.shape[1] * vocabulary))  # the same on all ranks
-            for part in batch.to(device).split(rows_at_once):
-                losses.append(causal_lm_loss(model, part) * part[:, 1:].numel())
-            num_predicted += batch[:, 1:].numel()
+            loss = samples_loss if bool((batch >= UNLEARNED).any()) else causal_lm_loss
+            for part in batch.split(rows_at_once):
+                if count := num_targets(part):
+                    losses.append(loss(model, part.to(device)) * count)
+                    num_predicted += count
         total = sum(torch.stack(losses).tolist())
         report(len(batches), len(batches))
     return total / num_predicted
@@ -66,3 +69,17 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+@torch.no_grad()
+def mixes_samples(model: nn.Module) -> bool:
+    """Return whether a token of one sample sees the sample before it in the same sequence.
+
+    Most models keep samples apart by their positions, but some do not, such as those that are recurrent.
+    """
+    param = next(model.parameters())
+    rows = torch.tensor([[1, 2, 3, 4, 5, 6], [6, 5, 4, 4, 5, 6]], device=param.device)
+    positions = torch.tensor([0, 1, 2, 0, 1, 2], device=param.device).expand_as(rows)
+    with evaluating(model):
+        one, other = model(input_ids=rows, position_ids=positions).logits[:, 3:].float()
+    return not torch.allclose(one, other, rtol=0, atol=float(one.abs().max()) * torch.finfo(param.dtype).eps ** 0.5)

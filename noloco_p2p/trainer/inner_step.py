@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
+from noloco_p2p.data.samples import num_targets
 from noloco_p2p.devices import empty_cache, has_own_memory, is_out_of_memory
 from noloco_p2p.errors import ModelError
 from noloco_p2p.optim.inner import learning_rate, make_inner_optimizers
@@ -44,8 +45,8 @@ MOST_MUON = 0.5  # of the flops of the forward and backward passes
 class InnerStep:
     """The inner optimization of one model, on the device of its parameters.
 
-    A step consists of a `backward` and an `update`. `loss` is a function that returns the mean loss
-    over the sequences of a batch on the model's device, with its autograd graph.
+    A step consists of a `backward` and an `update`. `loss` is a function that returns the mean loss over the targets
+    of a batch on the model's device, with its autograd graph.
 
     `micro_batch` is the number of sequences per forward and backward pass, or 0 for a whole batch. Gradients are summed
     over the passes, so the result of a step does not depend on `micro_batch`.
@@ -198,11 +199,13 @@ class InnerStep:
 
     def _accumulate(self, batch: Tensor) -> Tensor:
         total: Tensor | None = None
-        compute = self.compute
+        compute, num_all = self.compute, num_targets(batch)
         for rows, share in micro_batches(
             len(batch), at_once=self.micro_batch, rank=compute.rank, num_ranks=compute.num_ranks
         ):
-            loss = self.loss(batch[rows].to(self.device, non_blocking=has_own_memory(self.device))) * share
+            part = batch[rows]
+            weight = num_targets(part) / num_all if share else 0.0  # in text, every row has the same number
+            loss = self.loss(part.to(self.device, non_blocking=has_own_memory(self.device))) * weight
             (loss * compute.num_ranks).backward()  # because ranks average their gradients
             total = loss.detach() if total is None else total + loss.detach()
         assert total is not None, "the batch is empty"

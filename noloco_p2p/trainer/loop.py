@@ -35,9 +35,16 @@ from noloco_p2p.telemetry.console import loss as show_loss
 from noloco_p2p.telemetry.events import EventLog
 from noloco_p2p.trainer.compute import Compute, choose_device, flops_per_token, peak_flops, switch_on
 from noloco_p2p.trainer.cut import check_stages
-from noloco_p2p.trainer.evaluate import evaluate_loss, perplexity
+from noloco_p2p.trainer.evaluate import evaluate_loss, mixes_samples, perplexity
 from noloco_p2p.trainer.inner_step import InnerStep
-from noloco_p2p.trainer.model import build_model, build_outline, build_tokenizer, check_vocabulary, count_parameters
+from noloco_p2p.trainer.model import (
+    build_model,
+    build_outline,
+    build_tokenizer,
+    check_vocabulary,
+    count_parameters,
+    loss_for,
+)
 from noloco_p2p.trainer.needs import Needs, check_memory, estimate
 from noloco_p2p.trainer.ranks import Ranks
 from noloco_p2p.trainer.sharded import ShardedParameters, ShardedStep, shard
@@ -311,16 +318,20 @@ class Trainer(TrainerBase):
         with self.peer.progress.task("building the model"):
             self.model = build_model(spec.model, sequence_length=spec.data.sequence_length, folders=settings.models)
         check_vocabulary(self.model, tokenizer)
+        if spec.data.packs_samples and mixes_samples(self.model):
+            log.warning(
+                "in this model, the chats that are packed into a sequence see each other, and may disturb training"
+            )
         load_start(self.model, spec.model.start, state_dir=settings.state_dir)
         switch_on(self.model, compute)
         if ranks:
             ranks.share(spec.model_dump(mode="json"))
             layout = FlatParameters(self.model).model_layout
             shard(self.model, ranks, compute)
-            step = self.inner_step = ShardedStep(self.model, spec.train, compute, ranks)
+            step = self.inner_step = ShardedStep(self.model, spec.train, compute, ranks, loss=loss_for(spec.data))
             return ShardedParameters(step, layout=layout)
         torch.nn.Module.to(self.model, self.device)  # transformers' own `to` has an unusable type
-        self.inner_step = InnerStep(self.model, spec.train, compute)
+        self.inner_step = InnerStep(self.model, spec.train, compute, loss=loss_for(spec.data))
         return FlatParameters(self.model)
 
     @cached_property

@@ -104,11 +104,14 @@ def merged_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def save_adapters(model: nn.Module, lora: LoraSpec, folder: Path, *, base: str) -> None:
-    """Write only the adapters, in the format that `PeftModel.from_pretrained(model, folder)` reads.
+    """Write only the adapters, in the format that `PeftModel.from_pretrained(model, folder)` and vLLM read.
 
-    `base` is the name that is recorded for the base model.
+    `base` is the name that is recorded for the base model. Modules are listed by name, as by peft, because other
+    programs do not know 'all-linear'.
     """
     config = _config(lora)
+    adapted = {name.rpartition(".")[2] for name, module in model.named_modules() if _is_adapted(module)}
+    config.target_modules = sorted(adapted)
     config.base_model_name_or_path = base
     config.inference_mode = True
     config.save_pretrained(str(folder))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from noloco_p2p.data.samples import read_marks
 from noloco_p2p.errors import ModelError
 from noloco_p2p.spec import DataSpec, ModelSpec
 from noloco_p2p.trainer.chunked_loss import ChunkedLoss
@@ -198,6 +199,17 @@ def causal_lm_loss(model: nn.Module, tokens: Tensor) -> Tensor:
     `tokens` has the shape (sequences, tokens).
     """
     return model(input_ids=tokens, labels=tokens).loss
+
+
+def samples_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    """Return the mean cross-entropy of the learned tokens of a marked batch (`data/samples.py`)."""
+    ids, targets, positions = read_marks(batch)
+    return model(input_ids=ids, labels=targets, position_ids=positions).loss
+
+
+def loss_for(data: DataSpec) -> Callable[[nn.Module, Tensor], Tensor]:
+    """Return the loss for the batches of a run, whose data decide whether they are marked."""
+    return samples_loss if data.packs_samples else causal_lm_loss
 
 
 def configure_for_export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

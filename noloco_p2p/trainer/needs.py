@@ -31,14 +31,16 @@ NF4_BYTES = 1 / 2 + 1 / 64 + FP32_BYTES / (64 * 256)  # per weight: a code, its 
 MUON_BYTES = 5 * FP32_BYTES * (1 << 24)  # copies of a batch of matrices, which it orthogonalizes (optim/muon.py)
 SLICE_BYTES = FP32_BYTES * (1 << 24)  # at most (gossip/units.py)
 NUM_SLICES = 6  # in memory at a time: two swaps, each with a snapshot, a half-difference and payloads
-PROCESS_BYTES = 512 << 20  # Python and its libraries
-NETWORK_BYTES = 100 << 20  # the process of the DHT
+PROCESS_BYTES = 612 << 20  # Python, its libraries, and the process of the DHT
+SENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0, "modulo": 0.5}  # per parameter; modulo: while partners are close
 CARDS_GIB = (8, 12, 16, 24)  # GPUs that people have
 DRIVER_BYTES = 1 << 30  # of a GPU's memory: its context, kernels, the screen, and what fragmentation loses
 LOGITS_BYTES = 256 << 20  # limit for the fp32 logits of one chunk; the loss and its gradient each need as much again
 USUAL_RANK = 16
 DAY_S, HOUR_S = 86_400.0, 3600.0
 USUAL_BYTES_PER_S = 12.5e6  # assumed for a link of unknown speed: 100 Mbit/s
+WIRE = 1.06  # bytes on a link for each byte of a state, with the headers of IP, TCP and TLS
+NEWCOMER_S = 9.0  # to load libraries, enter the swarm and take the first step (benchmarks/size.py)
 
 
 class Counts(NamedTuple):
@@ -159,6 +161,7 @@ class Needs:
     save_every_s: float
     state_bytes: int  # of a state that a newcomer fetches
     fetch_bytes_per_s: float
+    pass_bytes: float  # of all weights, encoded for swaps
     swap_bytes_per_s: float
     is_limited: bool  # whether a setting limits the rate of swaps
     is_on_host: bool  # whether the model is in main memory, too
@@ -173,8 +176,9 @@ class Needs:
         return DAY_S / self.save_every_s * self.checkpoint_bytes
 
     @property
-    def fetch_s(self) -> float:
-        return self.state_bytes / self.fetch_bytes_per_s
+    def begin_s(self) -> float:
+        """The time from the start of a newcomer to the end of its first step."""
+        return NEWCOMER_S + WIRE * self.state_bytes / self.fetch_bytes_per_s
 
     def lines(self) -> list[str]:
         """Format the needs for the user."""
@@ -183,13 +187,21 @@ class Needs:
         copy = f" (on a GPU, {mib(self.copy_bytes)} more for a copy during a checkpoint)" if self.copy_bytes else ""
         hourly = f"{mib(self.swap_bytes_per_s * HOUR_S)} per hour each way at {_mbit_s(self.swap_bytes_per_s)}"
         swaps = f"up to {hourly}" if self.is_limited else f"the whole link ({hourly}), unless --max-upload limits them"
+        swaps += f"; sending all weights once takes {duration(self.pass_bytes / self.swap_bytes_per_s)}"
+        if self.is_on_host:
+            whole = f"{mib(self.host_bytes + self.model_bytes + (known or 0))} of memory"
+            part = f"{mib(self.model_bytes)} of it for the model"
+            memory = f"{whole} plus activations ({part})" if known is None else f"{whole} ({part}{activations})"
+        else:
+            memory = (
+                f"{mib(self.model_bytes)} for the model{activations}, {mib(self.host_bytes)} for libraries and swaps"
+            )
         return [
             f"model: {count(self.num_parameters)} trainable parameters",
-            f"needs: {mib(self.model_bytes)} for the model{activations}, {mib(self.host_bytes)} for libraries and "
-            f"swaps{copy}, {mib(self.disk_bytes)} of disk space",
+            f"needs: {memory}{copy}, {mib(self.disk_bytes)} of disk space",
             f"checkpoints: keeps {counted(self.num_checkpoints, 'checkpoint')} of {mib(self.checkpoint_bytes)}, and "
             f"writes {mib(self.written_bytes_per_day)} per day (one every {self.save_every_s / 60:.3g} min)",
-            f"newcomers: fetch {mib(self.state_bytes)}, which takes {duration(self.fetch_s)} at "
+            f"newcomers: fetch {mib(self.state_bytes)}, and train after {duration(self.begin_s)} at "
             f"{_mbit_s(self.fetch_bytes_per_s)}",
             f"swaps: use {swaps}",
         ]
@@ -239,11 +251,9 @@ def estimate(
     step = min(MUON_BYTES, MUON_BYTES // (1 << 24) * num_muon)
     model_bytes = WEIGHT_BYTES * num + moments - offloaded + counts.frozen_bytes
     slices = NUM_SLICES * min(SLICE_BYTES, FP32_BYTES * num)
-    host_bytes = offloaded + slices + _outer_step_bytes(spec) * num + PROCESS_BYTES + NETWORK_BYTES
-    # With an outer step, there are also the slow weights.
+    host_bytes = offloaded + slices + _outer_step_bytes(spec) * num + PROCESS_BYTES
     checkpoint_bytes = (1 + outer.has_outer_step + outer.keeps_momentum) * FP32_BYTES * num + moments
-    down, up = settings.download_bytes_per_s, settings.upload_bytes_per_s
-    link = link_bytes_per_s or USUAL_BYTES_PER_S
+    down, up, link = settings.download_bytes_per_s, settings.upload_bytes_per_s, link_bytes_per_s or USUAL_BYTES_PER_S
     return Needs(
         num_parameters=num,
         model_bytes=model_bytes // num_ranks + step,
@@ -255,6 +265,7 @@ def estimate(
         save_every_s=settings.save_every_s,
         state_bytes=(1 + outer.keeps_momentum) * FP32_BYTES * num,
         fetch_bytes_per_s=down or link,
+        pass_bytes=SENT_BYTES[spec.codec.weights] * num,
         swap_bytes_per_s=min(up or link, down or link),
         is_limited=bool(up or down),
         is_on_host=not has_gpu,

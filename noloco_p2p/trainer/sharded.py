@@ -6,7 +6,7 @@ a second copy of the model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from noloco_p2p.spec import TrainerSpec, TrainSpec
 from noloco_p2p.telemetry.progress import Progress
 from noloco_p2p.trainer.compute import Compute, blocks, switch_on
 from noloco_p2p.trainer.inner_step import InnerStep
-from noloco_p2p.trainer.model import build_model
+from noloco_p2p.trainer.model import build_model, causal_lm_loss, loss_for
 from noloco_p2p.trainer.ranks import Ranks
 from noloco_p2p.trainer.start import load_start
 
@@ -40,7 +40,7 @@ def follow(ranks: Ranks, settings: PeerSettings) -> None:
     compute = Compute.of(settings, rank=ranks.rank, num_ranks=ranks.size)
     switch_on(model, compute)
     shard(model, ranks, compute)
-    ranks.follow(ShardedStep(model, spec.train, compute, ranks))
+    ranks.follow(ShardedStep(model, spec.train, compute, ranks, loss=loss_for(spec.data)))
 
 
 def shard(model: nn.Module, ranks: Ranks, compute: Compute) -> None:
@@ -64,8 +64,16 @@ class ShardedStep(InnerStep):
     not depend on the number of ranks.
     """
 
-    def __init__(self, model: nn.Module, train: TrainSpec, compute: Compute, ranks: Ranks) -> None:
-        super().__init__(model, train, compute)
+    def __init__(
+        self,
+        model: nn.Module,
+        train: TrainSpec,
+        compute: Compute,
+        ranks: Ranks,
+        *,
+        loss: Callable[[nn.Module, Tensor], Tensor] = causal_lm_loss,
+    ) -> None:
+        super().__init__(model, train, compute, loss=loss)
         self.num_updates = 0
         self._ranks = ranks
 

@@ -23,12 +23,12 @@ ORDER = [
     {"optim", "codec", "data"},
     {"devices"},
     {"bans", "control", "presets", "settings", "ticket"},
-    {"invitation"},
+    {"invitation", "peer_name"},
     {"identity"},
     {"spec"},
     {"telemetry"},
     {"dial_guard", "tcp"},
-    {"hosts", "rates", "peer_name", "atomic_file", "errors", "forks", "_version"},
+    {"hosts", "rates", "atomic_file", "errors", "forks", "_version"},
 ]
 RANK = {room: rank for rank, rooms in enumerate(ORDER) for room in rooms}
 PURE = [

@@ -48,7 +48,9 @@ def test_a_preset_loads_back_equal_and_every_key_stands_at_column_0_with_a_comme
     text = render(PRESETS[name])
     (tmp_path / "run.toml").write_text(text, encoding="utf-8")
     assert TrainerSpec.load(tmp_path / "run.toml") == PRESETS[name]
-    assert f"{PRESETS[name].model.num_parameters():,} parameters" in text
+    model = PRESETS[name].model
+    size = f"the parameters of {model.pretrained!r}" if model.pretrained else f"{model.num_parameters():,} parameters"
+    assert size in text
     for line in text.splitlines():
         assert line == line.lstrip()
         assert "=" not in line or line.startswith("#") or "  # " in line, f"no comment: {line}"
@@ -78,3 +80,10 @@ def test_the_paper_is_the_papers_rule() -> None:
     assert (outer.swap_momentum, outer.closing_mixings, train.inner_optimizer) == (False, 0, "adamw")
     assert codec.weights == "fp32"
     assert PRESETS["small"].model.num_parameters() == 211_766_016
+
+
+def test_adapters_are_for_chats_and_a_card_of_8_gb() -> None:
+    spec = PRESETS["finetune"].with_changes({"model.pretrained": "mine", "data.tokenizer": "mine"})
+    assert (spec.model.lora.rank, spec.model.lora.base_dtype) == (16, "bf16")
+    assert (spec.data.format, spec.data.source) == ("chat", "chats")
+    assert not spec.warnings()

@@ -6,13 +6,17 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from harness.small_chats import write_tokenizer
 
 from noloco_p2p.cli.app import run
+from noloco_p2p.data.stream import Corpus, validation_batches
 from noloco_p2p.outer.checkpoint import Checkpoints
 from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.presets import render
 from noloco_p2p.spec import TrainerSpec
-from noloco_p2p.trainer.model import build_model
+from noloco_p2p.trainer.merge import from_checkpoint
+from noloco_p2p.trainer.model import build_model, build_tokenizer, samples_loss
 
 SPEC = TrainerSpec.from_dict(
     {
@@ -63,6 +67,54 @@ def test_data_check_names_what_is_wrong_and_says_so_in_its_exit_code(
     assert (report["num_faults"], report["faults"][0]["line"]) == (1, 2)
     assert report["faults"][0]["file"] == f"{folder}/b.jsonl"
     assert "include neither 'text' nor" in report["faults"][0]["reason"]
+
+
+CHATS = SPEC.with_changes({"data.format": "chat", "data.tokenizer": "own", "data.sequence_length": 64})
+
+
+@pytest.fixture
+def chats(folder: Path) -> list[str]:
+    """Return the flags that bind chats and a tokenizer with a template."""
+    write_tokenizer(folder / "own")
+    (folder / "chats.toml").write_text(render(CHATS))
+    turns = [[{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}!" * 3}] for n in range(200)]
+    (folder / "chats.jsonl").write_text("".join(json.dumps({"messages": each}) + "\n" for each in turns))
+    return ["--data", f"mine={folder}/chats.jsonl", "--model", f"own={folder}/own"]
+
+
+def test_data_check_shows_which_part_of_a_chat_counts(
+    folder: Path, chats: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b" * 100}]}
+    with (folder / "chats.jsonl").open("a") as file:
+        file.write(json.dumps(long) + "\n")
+    assert run(["data", "check", str(folder / "chats.toml"), *chats]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    at = lines.index("a chat; the loss counts only what follows +:")
+    asked, said = lines[at + 1 : at + 3]
+    assert asked.startswith("  - '<|im_start|>user\\n")
+    assert asked.endswith("<|im_end|>\\n<|im_start|>assistant\\n'")
+    assert said.startswith("  + '")
+    assert "!<|im_end|>" in said or "bbb" in said
+    assert lines[at + 3].startswith("the loss counts ")
+    assert lines[at + 4] == "chats longer than data.sequence_length, which are truncated: 1"
+    assert run(["data", "check", str(folder / "chats.toml"), *chats, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [counts for counts, _ in report["marked"]] == [False, True]
+    assert (report["num_truncated"], report["samples"]) == (1, [])
+
+
+def test_evaluate_measures_the_assistant_tokens_of_chats(
+    folder: Path, chats: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_checkpoint(folder / "one", amount=0.02, spec=CHATS)
+    assert run(["evaluate", str(path), *chats, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    tokenizer = build_tokenizer(CHATS.data, folders={"own": str(folder / "own")})
+    corpus = Corpus(CHATS.data, tokenizer, {"mine": str(folder / "chats.jsonl")})
+    held_out = torch.cat(validation_batches(corpus, num_sequences=4, batch_size=4))
+    expected = float(samples_loss(from_checkpoint(path).fill_model().eval(), held_out).detach())
+    assert report["merged"]["validation_loss"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_evaluate_tells_each_peer_and_the_merged_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

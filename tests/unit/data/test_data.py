@@ -298,7 +298,7 @@ def test_too_few_held_out_documents_are_an_error_in_words(tmp_path: Path) -> Non
 # kinds of files
 
 
-def contents(data: DataSpec, pattern: str) -> list[str | np.ndarray]:
+def contents(data: DataSpec, pattern: str) -> list[Any]:
     return [document.content for document in Reader(open_source(data, {"mine": pattern})).epoch()]
 
 
@@ -347,7 +347,7 @@ def test_shards_are_read_once_each_in_the_order_of_the_peer_and_from_any_row(cor
 
     files = [str(corpus / "one.jsonl"), str(corpus / "two.jsonl.gz")]
     stream = datasets.load_dataset("json", data_files=files, split="train", streaming=True)
-    source = shard_source(stream, name="name", text_field="text")
+    source = shard_source(stream, name="name", part=DataSpec())
     everything = [document.content for document in Reader(source, order="a").epoch()]
     assert sorted(map(str, everything)) == [f"<{number:03}>" for number in range(150)]
     reader, resumed = Reader(source, order="a"), Reader(source, order="a")

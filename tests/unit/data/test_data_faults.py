@@ -24,7 +24,7 @@ from noloco_p2p.data.reader import MAX_FAILURES, Place, Reader, Source
 from noloco_p2p.data.sources import open_source
 from noloco_p2p.data.stream import Corpus, TokenStream
 from noloco_p2p.errors import DataError
-from noloco_p2p.spec import DataSpec
+from noloco_p2p.spec import DataSpec, SourceSpec
 
 MINE = DataSpec(source="mine", sequence_length=16, holdout=0.2)
 
@@ -150,11 +150,11 @@ def test_an_unexpected_error_costs_one_file_at_most(
 ) -> None:
     """An error of the system may pass, so the file is tried again. Others stay."""
 
-    def fail(path: Path, text_field: str) -> Any:
+    def fail(path: Path, part: SourceSpec) -> Any:
         raise error
 
     monkeypatch.setitem(files.KINDS, ".txt", fail)
-    piece = files.file_piece(tmp_path / "a.txt", "text")
+    piece = files.file_piece(tmp_path / "a.txt", MINE)
     if is_kept:
         with pytest.raises(Unavailable, match="stale"):
             list(piece.rows(0))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from harness.small_chats import write_tokenizer
 from harness.specs import published, tiny_llama
 from rules import Lockstep
 from torch import Tensor
@@ -16,8 +19,9 @@ from noloco_p2p.simulate.plan import Churn, Event, Plan, parse_links
 from noloco_p2p.simulate.replica import SimulatedReplica
 from noloco_p2p.simulate.result import Result, table
 from noloco_p2p.simulate.swarm import simulate_swarm
-from noloco_p2p.spec import OuterSpec, TrainerSpec, TrainSpec
+from noloco_p2p.spec import DataSpec, LoraSpec, ModelSpec, OuterSpec, TrainerSpec, TrainSpec
 from noloco_p2p.testing.links import LinkProfile
+from noloco_p2p.trainer.model import build_model
 
 STEPS = 12
 SPEC = tiny_llama(
@@ -83,6 +87,8 @@ def test_a_clean_swarm_learns_and_stays_together() -> None:
     assert result.virtual_s == pytest.approx(STEPS, abs=0.1)
     assert (alone.swaps.committed, alone.sent_bytes) == (0, 0), "absent peers never swap"
     assert len(table([result])) == 2
+    assert str(result).startswith(f"{result.rule}: loss {result.loss:.4f}, merged ")
+    assert "\n" not in str(result)
 
 
 def test_two_replicas_that_wait_are_diloco() -> None:
@@ -149,6 +155,22 @@ def test_a_slow_peer_ends_the_schedule_with_the_others(num_peers: int, at_most_s
     result, _ = run(plan, train__total_steps=120, train__batch_size=1)
     assert result.num_replicas == num_peers
     assert 118 <= result.virtual_s <= at_most_s
+
+
+def test_adapters_of_a_bound_model_learn_from_chats(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    build_model(SPEC.model, sequence_length=32).save_pretrained(tmp_path)
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    for name in ("chats", "held_out"):
+        (tmp_path / f"{name}.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 3)
+    model = ModelSpec(pretrained="base", lora=LoraSpec(rank=2))
+    data = DataSpec(source="chats", format="chat", tokenizer="base", sequence_length=32, holdout=1e-9)
+    spec = SPEC.model_copy(update={"model": model, "data": data})
+    files = {"chats": str(tmp_path / "chats.jsonl"), "chats.validation": str(tmp_path / "held_out.jsonl")}
+    bound = Material.of(spec, files, folders={"base": str(tmp_path)})
+    result = simulate_swarm(bound, Plan(2, evaluations=1))
+    assert result.merged_loss < bound.loss(bound.model())
+    assert result.swaps.committed > 0
 
 
 def test_a_seed_starts_from_other_weights_and_0_is_the_spec() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from peft import PeftModel
 from pydantic import ValidationError
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -82,6 +84,20 @@ def test_adapters_alone_load_in_peft(tmp_path: Path) -> None:
     folder = export_model(model, build_tokenizer(DataSpec()), tmp_path / "adapters", adapters_of=LORA)
     assert (folder / "adapter_model.safetensors").stat().st_size < 40_000
     assert torch.allclose(logits(PeftModel.from_pretrained(build(BASE), str(folder))), logits(model), atol=1e-5)
+
+
+def test_adapters_have_the_names_and_the_config_that_other_programs_expect(tmp_path: Path) -> None:
+    """vLLM and llama.cpp's converter read these fields, and tensors with these names."""
+    spec = LORA.model_copy(update={"pretrained": "lab/base"})
+    folder = export_model(build(), build_tokenizer(DataSpec()), tmp_path / "adapters", adapters_of=spec)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    modules = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert set(config["target_modules"]) == modules
+    assert (config["peft_type"], config["r"], config["lora_alpha"], config["bias"]) == ("LORA", 4, 8.0, "none")
+    assert config["base_model_name_or_path"] == "lab/base"
+    names = load_file(folder / "adapter_model.safetensors").keys()
+    assert len(names) == 2 * 2 * len(modules)
+    assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in names
 
 
 def test_a_frozen_base_may_be_bf16_and_adapters_stay_fp32() -> None:
