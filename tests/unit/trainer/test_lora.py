@@ -135,7 +135,7 @@ def test_adapters_on_nf4_train_and_their_export_is_the_model_that_was_trained(tm
         assert error < (0.11 if "proj" in name else 0.003), f"{name}: NF4 rounds normal weights by 9 %"
     inner = InnerStep(model, TrainSpec(learning_rate=1e-2, warmup_steps=0, total_steps=50))
     first, *_, last = (float(inner(IDS.repeat(2, 1), progress=0.1)) for _ in range(20))
-    assert last < 0.5 * first
+    assert last < first - 1
     expected = logits(model).float()
     loaded = AutoModelForCausalLM.from_pretrained(export_model(model, build_tokenizer(DataSpec()), tmp_path / "out"))
     assert float((logits(loaded).float() - expected).norm() / expected.norm()) < 0.02
