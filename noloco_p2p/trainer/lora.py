@@ -70,7 +70,8 @@ def save_adapters(model: nn.Module, lora: LoraSpec, folder: Path, *, base: str) 
     programs do not know 'all-linear'.
     """
     config = _config(lora)
-    config.target_modules = {name.rpartition(".")[2] for name, module in model.named_modules() if _is_adapted(module)}
+    adapted = {name.rpartition(".")[2] for name, module in model.named_modules() if _is_adapted(module)}
+    config.target_modules = sorted(adapted)
     config.base_model_name_or_path = base
     config.inference_mode = True
     config.save_pretrained(str(folder))
