@@ -1,20 +1,31 @@
 """Measure what the update filter costs an honest swarm, and what it prevents when peers lie.
 
-    python benchmarks/attacks.py [--quick] [--json FILE]
+    python benchmarks/attacks.py [--quick] [--trials] [--json FILE] [--kept FILE] [--minutes M] [--jobs N]
 
 The swarms are simulated on links of 0.1 Mbit/s, which carry the weights in about five inner steps. They train the toy
 model (toy.toml) with the optimizer and the codec that `noloco init` writes. Losses are validation losses, averaged over
 the honest replicas at the end, and compared with those of the same replicas without liars. The figures of an attack are
-means over two seeds. "open" means that nothing is clipped. `harness/hostile.py` describes the attacks. A greedy liar
+means over two seeds. "open" means that there is no filter. `harness/hostile.py` describes the attacks. A greedy liar
 makes offers to everybody all the time, and accepts every offer. The share of a liar is its share of the swaps of honest
 peers, in multiples of that of another peer.
+
+`--trials` compares other limits. With `--kept`, each case is added to a file of JSON lines, and those that it holds for
+the same limits are not simulated again. With `--minutes`, no case begins after this time, and the table has those that
+are done.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import argparse
+import asyncio
+import json
+import math
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -22,7 +33,7 @@ from statistics import mean, stdev
 from unittest.mock import patch
 
 import torch
-from claims import Claim, run
+from claims import Claim, show
 from harness.hostile import CLAIMS, Attack, simulate_hostile
 
 from noloco_p2p.gossip.seams import Candidate
@@ -31,19 +42,34 @@ from noloco_p2p.presets import PRESETS
 from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.plan import Plan, parse_links, peer_name
 from noloco_p2p.simulate.replica import SimulatedReplica, now_s
-from noloco_p2p.simulate.result import Result
-from noloco_p2p.simulate.swarm import simulate_swarm
 from noloco_p2p.spec import TrainerSpec
 
 TOY = Path(__file__).parent / "toy.toml"
-NUM_STEPS, QUICK_STEPS, SEEDS, HOSTILE_SEEDS, JOBS = 260, 40, (0, 1, 2), (0, 1), 2
+NUM_STEPS, QUICK_STEPS, SEEDS, HOSTILE_SEEDS, JOBS = 260, 40, (0, 1, 2, 3), (0, 1), 2
 ADAPTIVE = (Attack.BACK, Attack.UPHILL, Attack.DRIFT)
-# Limits in place of the filter's own. The last ones have no median.
-FILTERS = {
-    "open": {"RADIUS": 1e9, "LEAST": 1e9, "MOST": 1e9},
+# Limits in place of the filter's own
+OPEN = "open"
+NO_LIMITS = {"RADIUS": 1e9, "LEAST": 1e9, "MOST": 1e9, "DRAG": 1e9}
+FILTERS: dict[str, dict[str, float]] = {
+    OPEN: NO_LIMITS,
     "twice the limits": {"RADIUS": 2.0, "LEAST": 1.0, "MOST": 2.0},
     "own movement only": {"RADIUS": 1e9, "LEAST": 0.5, "MOST": 0.5},
 }
+NO_MEDIAN = {"RADIUS": 1e9}  # the radius depends on this peer's own movement only
+TRIALS = {
+    ", ".join(f"{key} {value:g}" if value < 1e9 else f"no {key}" for key, value in limits.items()): limits
+    for limits in (
+        {"DRAG": 1e9},
+        {"RADIUS": 1.25},
+        {"LEAST": 0.6, "MOST": 0.8},
+        NO_MEDIAN | {"LEAST": 0.75, "MOST": 0.75},
+        NO_MEDIAN | {"LEAST": 1.0, "MOST": 1.0},
+        NO_MEDIAN | {"LEAST": 1.0, "MOST": 1.0, "SMOOTHING": 0.4},
+        NO_MEDIAN | {"LEAST": 1.0, "MOST": 1.0, "SMOOTHING": 1.0},
+    )
+}
+LATE, EARLY = "open before the middle", "open from the middle on"
+ISLANDS, OWN_TEXTS = "two islands until the middle", "each with its own texts"
 MOST_COST, MOST_HARM, MOST_HARM_OF_THREE, MOST_SHARE = 0.3, 3.0, 6.0, 1.5
 
 
@@ -55,13 +81,23 @@ class Case:
     num_honest: int = 8
     num_liars: int = 0
     is_greedy: bool = False
-    filter: str = ""  # a name in FILTERS, or empty for the filter's own limits
+    filter: str = ""  # a name in FILTERS or TRIALS, or empty for the filter's own limits
     seed: int = 0
+    honest: str = ""  # ISLANDS or OWN_TEXTS
 
     @property
     def name(self) -> str:
-        ways = [f"{self.num_liars} of {self.num_honest + self.num_liars}", self.attack or "honest"]
-        return ", ".join(ways + ["greedy"] * self.is_greedy + [self.filter] * bool(self.filter))
+        ways = [f"{self.num_liars} of {self.num_honest + self.num_liars}", self.attack or "honest", self.honest]
+        return ", ".join(filter(None, [*ways, "greedy" * self.is_greedy, self.filter]))
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """The constants of the filter."""
+        own = {name: value for name, value in vars(update_filter).items() if name.isupper()}
+        return own | {LATE: NO_LIMITS, **FILTERS, **TRIALS}.get(self.filter, {})
+
+    def key(self, steps: int) -> str:
+        return json.dumps(asdict(self) | {"steps": steps, "limits": self.limits}, sort_keys=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +110,7 @@ class Found:
 
 
 def cases(*, quick: bool) -> list[Case]:
-    honest = [Case(filter=name, seed=seed) for seed in (SEEDS[:1] if quick else SEEDS) for name in ("", "open")]
+    honest = [Case(filter=name, seed=seed) for seed in (SEEDS[:1] if quick else SEEDS) for name in ("", OPEN)]
     if quick:
         return [*honest, *(Case(attack, num_liars=1) for attack in (Attack.SCALED, Attack.BACK))]
     hostile = [
@@ -82,21 +118,34 @@ def cases(*, quick: bool) -> list[Case]:
         *(Case(attack, num_liars=1) for attack in Attack),
         *(Case(attack, num_liars=1, is_greedy=True) for attack in (Attack.NOISE, Attack.STALLS, *ADAPTIVE)),
         *(Case(attack, num_honest=14, num_liars=3) for attack in ADAPTIVE),
-        *(Case(attack, num_liars=1, filter="open") for attack in (Attack.SCALED, Attack.FLIPPED, Attack.BACK)),
+        *(Case(attack, num_liars=1, filter=OPEN) for attack in (Attack.SCALED, Attack.FLIPPED, Attack.BACK)),
         Case(Attack.CONSTANT, num_liars=1, filter="twice the limits"),
         Case(Attack.UPHILL, num_liars=1, is_greedy=True, filter="own movement only"),
+        *(Case(filter=name, honest=OWN_TEXTS) for name in ("", OPEN)),
     ]
-    return [*honest, *(replace(case, seed=seed) for case in hostile for seed in HOSTILE_SEEDS)]
+    return [*honest, Case(honest=ISLANDS), *(replace(case, seed=seed) for case in hostile for seed in HOSTILE_SEEDS)]
 
 
-def material_and_plan(steps: int, case: Case) -> tuple[Material, Plan]:
+def material_and_plan(steps: int, case: Case, folder: Path) -> tuple[Material, Plan]:
     init = PRESETS["tiny"]
     changes = {f"{name}.{field}": value for name in ("train", "outer", "codec") for field, value in getattr(init, name)}
     changes |= {"train.total_steps": steps, "train.warmup_steps": steps // 10, "outer.closing_mixings": 0}
     changes |= {"codec.weights": "int8"} if case.attack is Attack.NAN else {}
+    changes |= {"data.source": "own"} if case.honest == OWN_TEXTS else {}
     links = parse_links(["0.1mbit-20ms"])
     plan = Plan(case.num_honest + case.num_liars, seed=case.seed, links=links, evaluations=1)
-    return Material.of(TrainerSpec.load(TOY).with_changes(changes), {}), plan
+    texts = own_texts(folder, case.num_honest) if case.honest == OWN_TEXTS else {}
+    return Material.of(TrainerSpec.load(TOY).with_changes(changes), texts), plan
+
+
+def own_texts(folder: Path, num_parts: int) -> dict[str, str]:
+    """Give each replica other packages of the standard library. Every twentieth file is for the validation of all."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("[a-z]*/*.py"))
+    for number, file in enumerate(files):
+        part = folder / ("validation" if number % 20 == 0 else str(number * num_parts // len(files)))
+        part.mkdir(exist_ok=True)
+        (part / f"{number}.txt").symlink_to(file)
+    return {"own": f"{folder}/{{replica}}/*.txt", "own.validation": f"{folder}/validation/*.txt"}
 
 
 def simulate(case: Case, steps: int) -> Found:
@@ -104,9 +153,18 @@ def simulate(case: Case, steps: int) -> Found:
     num_live = case.num_honest + case.num_liars
     attacks = {} if case.attack is None else dict.fromkeys(range(case.num_honest, num_live), case.attack)
     made: list[SimulatedReplica] = []
-    with patch.dict(vars(update_filter), FILTERS.get(case.filter, {})):
-        material, plan = material_and_plan(steps, case)
-        result = simulate_hostile(material, plan, attacks, is_greedy=case.is_greedy, on_made=made.extend)
+    limits = Case().limits if case.filter == LATE else NO_LIMITS  # from the middle on
+
+    def on_made(replicas: list[SimulatedReplica]) -> None:
+        made.extend(replicas)
+        if case.honest == ISLANDS:
+            divide(replicas, until_s=steps / 2)
+        if case.filter in (LATE, EARLY):
+            asyncio.get_running_loop().call_later(steps / 2, update_filter.__dict__.update, limits)
+
+    with patch.dict(vars(update_filter), case.limits), tempfile.TemporaryDirectory() as folder:
+        material, plan = material_and_plan(steps, case, Path(folder))
+        result = simulate_hostile(material, plan, attacks, is_greedy=case.is_greedy, on_made=on_made)
     honest, liars = made[: case.num_honest], {peer_name(number) for number in attacks}
     swaps = [swap for replica in honest for swap in replica.swaps]
     share = sum(swap.partner in liars for swap in swaps) / len(swaps) * (num_live - 1) / max(1, len(liars))
@@ -116,46 +174,84 @@ def simulate(case: Case, steps: int) -> Found:
     return Found(result.loss, clipped / max(1, pieces), share, len(swaps) / len(honest), result.spread)
 
 
-def simulate_islands(steps: int) -> Result:
-    """Train eight peers, whose two halves find each other in the middle of the run."""
-    torch.set_num_threads(1)
-
-    def divide(made: list[SimulatedReplica]) -> None:
-        for replica in made:
-            directory = replica._service._outside.directory
-            directory.live = partial(seen, directory.live, replica.number % 2)
+def divide(made: Sequence[SimulatedReplica], *, until_s: float) -> None:
+    """Hide the two halves of a swarm from each other."""
 
     def seen(live: Callable[[], Sequence[Candidate]], half: int) -> list[Candidate]:
-        is_divided, names = now_s() < steps / 2, {peer_name(number) for number in range(half, 8, 2)}
-        return [peer for peer in live() if not is_divided or peer.peer_id in names]
+        names = {peer_name(number) for number in range(half, len(made), 2)}
+        return [peer for peer in live() if now_s() >= until_s or peer.peer_id in names]
 
-    return simulate_swarm(*material_and_plan(steps, Case()), on_made=divide)
+    for replica in made:
+        directory = replica._service._outside.directory
+        directory.live = partial(seen, directory.live, replica.number % 2)
 
 
-def measure(quick: bool) -> list[Claim]:
-    steps, wanted = QUICK_STEPS if quick else NUM_STEPS, cases(quick=quick)
-    with ProcessPoolExecutor(JOBS, mp_context=get_context("spawn")) as pool:
-        islands = pool.submit(simulate_islands, steps)
-        found = dict(zip(wanted, pool.map(simulate, wanted, [steps] * len(wanted)), strict=True))
+def simulate_all(wanted: Iterable[Case], steps: int, args: argparse.Namespace) -> dict[Case, Found]:
+    """Return what was found in each case, or in those that `args.kept` holds and those that were done in time."""
+    until_s = time.monotonic() + 60 * args.minutes
+    lines = args.kept.read_text(encoding="utf-8").splitlines() if args.kept and args.kept.exists() else []
+    kept: Mapping[str, Found] = {line["case"]: Found(**line["found"]) for line in map(json.loads, lines)}
+    found = {case: kept[case.key(steps)] for case in wanted if case.key(steps) in kept}
+    left = [case for case in wanted if case not in found]
+    with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
+        for first in range(0, len(left), args.jobs):
+            if time.monotonic() > until_s:
+                break
+            some = left[first : first + args.jobs]
+            found |= zip(some, pool.map(simulate, some, [steps] * len(some)), strict=True)
+            if args.kept:
+                with args.kept.open("a", encoding="utf-8") as file:
+                    for case in some:
+                        print(json.dumps({"case": case.key(steps), "found": asdict(found[case])}), file=file)
+    return found
+
+
+def trial_cases() -> list[Case]:
+    """Return the cases that decide between limits: the cost without liars, and the attacks that wider limits let in."""
+    hostile = [Case(), Case(Attack.CONSTANT, num_liars=1)]
+    hostile += [Case(attack, num_liars=1, is_greedy=True) for attack in (Attack.NOISE, Attack.UPHILL)]
+    tried = [Case(filter=name) for name in (OPEN, EARLY, LATE)]
+    tried += [replace(case, filter=name) for name in ("", *TRIALS) for case in hostile]
+    return [replace(case, seed=seed) for seed in HOSTILE_SEEDS for case in tried]
+
+
+def tried(found: Mapping[Case, Found]) -> list[Claim]:
+    """Return what each of the limits costs honest peers, and what the attacks do, relative to the same limits."""
+    claims: list[Claim] = []
+    for case in (case for case in trial_cases() if not case.seed and case.filter != OPEN):
+        other = replace(Case(), filter=case.filter if case.attack else OPEN)
+        seeds = [seed for seed in HOSTILE_SEEDS if {replace(each, seed=seed) for each in (case, other)} <= found.keys()]
+        if seeds:
+            of = [100 * (found[replace(case, seed=s)].loss / found[replace(other, seed=s)].loss - 1) for s in seeds]
+            what = f"{'loss' if case.attack else 'cost'}, {len(seeds)} of {len(HOSTILE_SEEDS)} seeds"
+            claims.append(Claim(f"{case.name}: {what}", mean(of), "%"))
+    return claims
+
+
+def claims_of(found: Mapping[Case, Found], *, quick: bool) -> list[Claim]:
+    """Return the claims about all cases that were found."""
+    wanted = [case for case in cases(quick=quick) if case in found]
 
     def change(case: Case, other: Case) -> float:
         return 100 * (found[case].loss / found[other].loss - 1)
 
-    honest = [case for case in wanted if not case.attack and case.num_honest == 8]
-    opened = [case for case in honest if case.filter]
-    costs = [change(Case(seed=case.seed), case) for case in opened]
-    cost, losses = mean(costs), [found[case].loss for case in opened]
-    met = None if quick else cost <= MOST_COST
+    opened = [case for case in wanted if case == Case(filter=OPEN, seed=case.seed)]
+    costs, losses = [change(Case(seed=case.seed), case) for case in opened], [found[case].loss for case in opened]
+    met = None if quick else mean(costs) <= MOST_COST
     claims = [
         Claim(f"honest, seed {case.seed}: cost of the filter", cost, "%")
         for case, cost in zip(opened, costs, strict=True)
     ]
-    claims.append(Claim("honest: cost of the filter, mean of the seeds", cost, "%", f"<= {MOST_COST}", met))
+    claims.append(Claim("honest: cost of the filter, mean of the seeds", mean(costs), "%", f"<= {MOST_COST}", met))
     claims.append(Claim("honest: clipped", 100 * found[Case()].clipped, "% of pieces"))
     claims.append(Claim("honest: swaps", found[Case()].swaps, "a peer"))
     claims.append(Claim("honest: spread at the end", 100 * found[Case()].spread, "%"))
-    claims.append(Claim("two islands until the middle: spread at the end", 100 * islands.result().spread, "%"))
-    claims.append(Claim("two islands until the middle: loss", 100 * (islands.result().loss / losses[0] - 1), "%"))
+    if (islands := Case(honest=ISLANDS)) in found:
+        claims.append(Claim(f"{ISLANDS}: spread at the end", 100 * found[islands].spread, "%"))
+        claims.append(Claim(f"{ISLANDS}: loss", change(islands, Case()), "%"))
+    if own := [case for case in wanted if case == Case(honest=OWN_TEXTS, seed=case.seed)]:
+        cost = mean(change(case, replace(case, filter=OPEN)) for case in own)
+        claims.append(Claim(f"{OWN_TEXTS}: cost of the filter", cost, "%"))
     if len(losses) > 1:
         claims.append(Claim("honest: noise from seed to seed", 100 * stdev(losses) / mean(losses), "%"))
     for case in (case for case in wanted if case.attack and not case.seed):
@@ -172,5 +268,21 @@ def measure(quick: bool) -> list[Claim]:
     return claims
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a smaller run, under a minute")
+    parser.add_argument("--trials", action="store_true", help="compare other limits")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the claims as JSON")
+    parser.add_argument("--kept", type=Path, metavar="FILE", help="keep what each case gives, and do not repeat it")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no case after this time")
+    parser.add_argument("--jobs", type=int, default=JOBS, help="cases at a time")
+    args = parser.parse_args()
+    wanted = trial_cases() if args.trials else cases(quick=args.quick)
+    found = simulate_all(wanted, QUICK_STEPS if args.quick else NUM_STEPS, args)
+    print(f"# {len(found)} of {len(wanted)} cases")
+    if found:
+        show(tried(found) if args.trials else claims_of(found, quick=args.quick), args.json)
+
+
 if __name__ == "__main__":
-    run(measure, doc=__doc__)
+    main()

@@ -11,8 +11,8 @@ not evaluate. Rounds of both loops alternate in one process, and pairs of rounds
 accelerator. Targets: the loop takes at most 3 % more time than the bare one on the CPU and 2 % on an accelerator, and
 at most 5 % more peak memory. MFU is reported for GPUs whose peak rate is known.
 
-On an accelerator, the trainer then swaps with a peer in another process, which has the same weights and sleeps instead
-of training. Its link is first limited, then as fast as loopback. With `min_inner_steps = 1`, the trainer swaps far more
+The trainer then swaps with a peer in another process, which has the same weights and sleeps instead of training. Its
+link is first limited, then as fast as loopback. With `min_inner_steps = 1`, the trainer swaps far more
 often than with "auto", which keeps the time for copying, coding and adding at 2 %. A pause is the time between the ends
 of two inner steps on the accelerator, minus the median of such times without a partner.
 """
@@ -20,6 +20,7 @@ of two inner steps on the accelerator, minus the median of such times without a 
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import math
 import multiprocessing
@@ -41,19 +42,17 @@ from claims import Claim, line, machine, write
 from torch import Tensor
 
 from noloco_p2p import NoLoCo, Peer, TrainerSpec
+from noloco_p2p.devices import describe
 from noloco_p2p.optim.inner import make_inner_optimizers
 from noloco_p2p.outer.mixing import Swapped
 from noloco_p2p.presets import PRESETS
 from noloco_p2p.settings import PeerSettings
-from noloco_p2p.trainer.compute import choose_device
+from noloco_p2p.trainer.compute import choose_device, flops_per_token, peak_flops
 from noloco_p2p.trainer.loop import Trainer
 from noloco_p2p.trainer.model import build_model, hidden_matrices
 
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}  # bf16, dense
 MIB = 1 << 20
 WARM_STEPS = 3
-
-
 RATES = ("200mbit", "")  # "": unlimited
 MEETING_S = 60.0  # for the start of a partner, and again for the first swap with it
 LEAVING_S = 15.0
@@ -168,8 +167,10 @@ class Ours:
         return trainer.outer.step()
 
 
-def measure(case: Case, beside: Callable[[Bare, Ours], Iterable[Claim]] | None) -> Iterator[Claim]:
+def measure(case: Case, beside: Callable[[Bare, Ours], Iterable[Claim]]) -> Iterator[Claim]:
     """Yield each claim as soon as it is known. `beside` returns more of them, with both loops still in memory."""
+    gc.collect()  # the loops of the case before
+    empty = _allocated_bytes(case.device)
     torch.manual_seed(0)
     spec = case.spec
     shape = (spec.train.batch_size, spec.data.sequence_length)
@@ -178,7 +179,7 @@ def measure(case: Case, beside: Callable[[Bare, Ours], Iterable[Claim]] | None) 
         batches = [batch.pin_memory() for batch in batches]
     bare = Bare(case, batches)
     bare.steps(WARM_STEPS)  # compiles the model and fills caches
-    plain = _peak_bytes(bare.steps, case.device)
+    plain = _peak_bytes(bare.steps, case.device) - empty
     before = _allocated_bytes(case.device)
     with trainer_of(case) as trainer:
         ours = Ours(case, trainer)
@@ -186,8 +187,7 @@ def measure(case: Case, beside: Callable[[Bare, Ours], Iterable[Claim]] | None) 
         yield from _memory_claims(plain, _peak_bytes(ours.steps, case.device) - before)
         pairs = [(timed(bare.steps, case), timed(ours.steps, case)) for _ in range(case.num_rounds)]
         yield from _time_claims(case, pairs, trainer)
-        if beside:
-            yield from beside(bare, ours)
+        yield from beside(bare, ours)
         began_s = time.monotonic()
         trainer.outer.save_in_background()  # blocks for the duration of the copy
         saving_s = time.monotonic() - began_s
@@ -216,9 +216,8 @@ def _time_claims(case: Case, pairs: list[Pair], trainer: Trainer) -> list[Claim]
         Claim("overhead, median of the pairs", 100 * overhead, "%", f"<= {case.most:.0%}", overhead <= case.most),
         Claim("more processor time of the training thread", 100 * more_work, "%"),
     ]
-    peak = peak_flops(case.device)
-    if peak:
-        flops = tokens * flops_per_token(spec, parameters)
+    if peak := peak_flops(describe(case.device)) if case.device.type == "cuda" else None:
+        flops = tokens * flops_per_token(trainer.model, sequence_length=spec.data.sequence_length)
         claims += [
             Claim("MFU of a bare step", 100 * flops / bare_s / peak, "%"),
             Claim("MFU of the trainer", 100 * flops / ours_s / peak, "%"),
@@ -281,21 +280,6 @@ def _allocated_bytes(device: torch.device) -> int:
     return 0 if device.type == "cpu" else torch.get_device_module(device).memory_allocated()
 
 
-def flops_per_token(spec: TrainerSpec, parameters: int) -> float:
-    """Return the FLOPs per token: 6 per parameter, except untied embeddings, and those of causal attention."""
-    model = spec.model
-    table = 0 if model.tied_embeddings else model.vocab_size * model.hidden_size
-    return 6 * (parameters - table) + 6 * model.num_layers * model.hidden_size * spec.data.sequence_length
-
-
-def peak_flops(device: torch.device) -> float | None:
-    """Return the peak FLOP/s of the device, or None if it is unknown, because no MFU is better than a wrong one."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for key, peak in PEAK_FLOPS.items() if key in name), None)
-
-
 class Partner:
     """A peer in another process, which builds its model while the trainer compiles its own."""
 
@@ -305,8 +289,9 @@ class Partner:
         self._process = context.Process(target=_partner, args=(theirs, spec, folder), daemon=True)
         self._process.start()
 
-    def begin(self, ticket: str, rate: str, step_s: float) -> None:
-        self._pipe.send((ticket, rate, step_s))
+    def begin(self, ticket: str, rate: str, step_s: float, state: dict[str, Any]) -> None:
+        """Let the peer join from `state`, so that it need not wait for the trainer's first checkpoint and fetch it."""
+        self._pipe.send((ticket, rate, step_s, state))
 
     @property
     def is_there(self) -> bool:
@@ -327,12 +312,12 @@ class Partner:
 def _partner(pipe: Connection, spec: TrainerSpec, folder: Path) -> None:
     model = build_model(spec.model, sequence_length=spec.data.sequence_length)
     while told := pipe.recv():
-        ticket, rate, step_s = told
+        ticket, rate, step_s, state = told
         settings = PeerSettings(
             state_dir=folder / f"partner-{rate}", listen="127.0.0.1:0", max_upload=rate, max_download=rate
         )
         with Peer.join(ticket, settings) as peer:
-            outer = NoLoCo(model, None, peer, save_every_s=0)
+            outer = NoLoCo(model, None, peer, resume=state, save_every_s=0)
             pipe.send("there")
             while not pipe.poll(step_s):
                 outer.step()
@@ -376,7 +361,7 @@ def beside(bare: Bare, ours: Ours, partner: Partner, *, seconds: float) -> Itera
         alone.mark()
     step_s = median(alone.intervals_s())
     for rate in RATES:
-        partner.begin(ours.trainer.peer.ticket, rate, step_s)
+        partner.begin(ours.trainer.peer.ticket, rate, step_s, ours.trainer.outer.state_dict())
         yield from swapping(ours, partner, name=rate or "unlimited", step_s=step_s, seconds=seconds)
         partner.end()
 
@@ -448,16 +433,15 @@ def main() -> None:
     for name in args.models:
         case = case_of(name, quick=args.quick)
         with tempfile.TemporaryDirectory(prefix="noloco-partner-", ignore_cleanup_errors=True) as folder:
-            partner = None if case.device.type == "cpu" else Partner(case.spec, Path(folder))
+            partner = Partner(case.spec, Path(folder))
             seconds = 5.0 if args.quick else 12.0
             try:
-                for claim in measure(case, partial(beside, partner=partner, seconds=seconds) if partner else None):
+                for claim in measure(case, partial(beside, partner=partner, seconds=seconds)):
                     found.append(Claim(f"{name}: {claim.claim}", claim.value, claim.unit, claim.target, claim.met))
                     print(line(found[-1], width=64), flush=True)
                     write(found, args.json)
             finally:
-                if partner:
-                    partner.stop()
+                partner.stop()
         torch.compiler.reset()
 
 

@@ -3,13 +3,14 @@
     python benchmarks/trainer_waits.py [--model gpt2] [--step-s 1] [--seconds 120] [--mbit-s 200,1000] [--json FILE]
     python benchmarks/trainer_waits.py --elements N [...]
 
-Two processes with the code of real peers swap over TLS and a link proxy. One of them trains a Llama with 138M
+Two processes with the code of real peers swap over TLS and a link proxy. One of them trains a Llama with 110M
 parameters and AdamW on one core. With --model, it is GPT-2 small (124M) or a Qwen2 of 494M parameters from
 transformers, in bf16, and a step accumulates two batches and is followed by that of a scheduler, as in a user's script.
 With --elements, it has N synthetic weights and SGD instead, and its inner step computes for --step-s seconds of
 processor time. Its partner has the same weights and sleeps instead of computing, because in a real run it would be on
-another machine. The trainer trains for a quarter of the time without NoLoCo, for another quarter without a partner, and
-then with one. A step with a swap is one during most of which a swap moves.
+another machine. The trainer alternates four times between training without the hooks of NoLoCo, as a bare loop, and
+with them but without a partner, each time for 6 % of --seconds. Then it trains with a partner. A step with a swap is
+one during most of which a swap moves. It is compared with steps without a partner, and with those between swaps.
 
 A pause is the time for which one inner step waits for the lock of the weights and applies what has arrived. What the
 training thread waits for a core meanwhile is subtracted. Memory is the peak of the process minus its peak without
@@ -72,7 +73,7 @@ NUM_TOKENS = 64  # of a batch
 ACCUMULATED = 2  # batches of a step of a model of transformers
 NUM_TENSORS = 24  # of synthetic weights
 WARM_STEPS = 3
-ALONE_SHARE = 0.25
+PAIRS, PAIR_SHARE = 4, 0.06  # blocks without hooks and without a partner, each for this share of the time with one
 START_S = 10.0
 MOST_BLOCKED, MOST_PAUSE_MS, MOST_MIB, MOST_RATIO, MOST_BESIDE = 1.0, 50.0, 256.0, 1.03, 1.05
 MIB = 1 << 20
@@ -259,19 +260,38 @@ def side(pipe: Connection, plan: Plan, *, computes: bool) -> None:
         shared_s = sum(max(0.0, min(stop, ends_s) - max(start, step.began_s)) for start, stop in moved)
         return replace(step, has_swap=shared_s > step.took_s / 2)
 
+    def train_bare(seconds: float) -> list[Step]:
+        """Train without the hooks of the optimizer."""
+        hooked: list[Any] = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
+        kept = [(hooks, dict(hooks)) for hooks in hooked]
+        for hooks, _ in kept:
+            hooks.clear()
+        steps = train(seconds)
+        for hooks, entries in kept:
+            hooks.update(entries)
+        return steps
+
     train(0.0)
     _forget_peak()
-    bare, before = train(ALONE_SHARE * plan.seconds), _peak_bytes()
+    train(0.0)
+    before = _peak_bytes()
     pauses, swaps = Pauses(optimizer), list[Swapped]()
     outer = NoLoCo(model, optimizer, peer.member, save_every_s=0.0, on_swap=swaps.append)
     pauses.end(optimizer)
     train(0.0)
-    alone = train(ALONE_SHARE * plan.seconds)
+    bare, alone = list[Step](), list[Step]()
+    for _ in range(PAIRS):
+        bare += train_bare(PAIR_SHARE * plan.seconds)
+        alone += train(PAIR_SHARE * plan.seconds)
     gc.collect()
+    pipe.send("ready")  # both begin to swap at the same time
+    pipe.recv()
     pauses.total_s = pauses.longest_s = 0.0
     _forget_peak()
     peer.directory.others, began_s = partners, time.monotonic()
     beside = train(plan.seconds)
+    while not computes and not pipe.poll():  # the trainer may take longer
+        train(0.0)
     seconds, counts, gossip = time.monotonic() - began_s, peer.member.service.counts, peer.member.service.gossip
     assert gossip
     found = Found(
@@ -321,7 +341,14 @@ def run_pair(plan: Plan, link: LinkProfile) -> Found:
         proxy = LinkProxy(f"127.0.0.1:{port}", link)
         asyncio.run_coroutine_threadsafe(proxy.start(), loop).result(START_S)
         pipe.send((int(proxy.address.rpartition(":")[2]), *rest))
-    found, _ = [pipe.recv() for pipe in pipes]
+    trainer, partner = pipes
+    for pipe in pipes:
+        pipe.recv()
+    for pipe in pipes:
+        pipe.send("go")
+    found = trainer.recv()
+    partner.send("end")
+    partner.recv()
     for process in processes:
         process.join(30)
     return found
@@ -355,6 +382,7 @@ def measure(plan: Plan, mbit_s: float) -> list[Claim]:
         Claim(f"{name}: a bare step", bare_s, "s"),
         Claim(f"{name}: a step without a partner", ratio, "of a bare one", f"<= {MOST_RATIO:g}", ratio <= MOST_RATIO),
         Claim(f"{name}: a step with a swap", own, "of one alone", f"<= {MOST_BESIDE:g}", own <= MOST_BESIDE),
+        Claim(f"{name}:   relative to steps between swaps", ratio_of(swapping, others, own_time), "of one of them"),
         Claim(f"{name}:   with waits for a core", beside, "of one alone"),
         Claim(f"{name}:   its forward and backward", passes, "of one alone"),
         Claim(f"{name}: a step between swaps", ratio_of(others, found.alone, own_time), "of one alone"),

@@ -72,7 +72,7 @@ which count as activations. A script whose parameters are in bf16 needs half as 
 and their moments. With `outer.alpha` above 0, there are 8 bytes more per parameter in main memory and in a checkpoint.
 """
 COSTS = ("model", "optimizer", "bytes per parameter", "memory of the model", "other main memory", "checkpoint")
-COSTS += ("written per day", "state of a newcomer", "fetched at 100 Mbit/s in")
+COSTS += ("written per day", "state of a newcomer", "a newcomer trains at 100 Mbit/s after")
 SIZE_FIELDS = [f"model.{name}" for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "mlp_size")]
 SIZE_FIELDS += ["model.tied_embeddings"]
 SIZES = {
@@ -87,8 +87,9 @@ A counter never decreases, not even when the peer restarts. The loss is omitted 
 
 ### One peer
 
-`noloco join --metrics HOST:PORT` serves these metrics at `/metrics`. `noloco status --json` and the events
-`report`, `finished` and `stopped` contain the same metrics, without the prefix `noloco_` and suffix `_total`.
+`noloco join --metrics PORT` serves these metrics at `/metrics`. `noloco status --json` and the events `report`,
+`finished` and `stopped` contain the same metrics, without the prefix `noloco_` and suffix `_total`. There, names end in
+`_s`, `_per_s` and `_per_min` instead of `_seconds` and `_per_second`.
 """
 SWARM_HEAD = """### The swarm
 
@@ -140,14 +141,13 @@ def costs() -> list[str]:
             amounts = (found.model_bytes, found.host_bytes, found.checkpoint_bytes)
             flag, per_parameter = " `--offload-optimizer`" * offloads, found.model_bytes / found.num_parameters
             texts = (mib(each) for each in (*amounts, found.written_bytes_per_day, found.state_bytes))
-            rows.append((name, optimizer + flag, f"{per_parameter:.3g}", *texts, duration(found.fetch_s)))
+            rows.append((name, optimizer + flag, f"{per_parameter:.3g}", *texts, duration(found.begin_s)))
     return [COSTS_HEAD, *table(rows)]
 
 
 def metrics() -> list[str]:
-    own = (*prometheus.PEER, prometheus.LIVE_PEERS, prometheus.PEER_INFO)
-    swarm = (prometheus.SWARM_PEERS, *prometheus.SWARM, *prometheus.STAGES, prometheus.DIRECTORY_AGE)
-    peers = [(_named(family), family.kind, family.unit, family.meaning) for family in own]
+    swarm = prometheus.OF_A_SWARM
+    peers = [(_named(family), family.kind, family.unit, family.meaning) for family in prometheus.OF_A_PEER]
     meanings = [AGGREGATE.match(family.meaning)[0].strip() for family in swarm]
     swarms = [
         (", ".join(_named(family) for family, its in zip(swarm, meanings, strict=True) if its == meaning), meaning)

@@ -16,7 +16,8 @@ from typing import Any
 
 from noloco_p2p.atomic_file import write_atomically
 from noloco_p2p.errors import SettingsError
-from noloco_p2p.identity import public_key_of, short_id
+from noloco_p2p.identity import public_key_of
+from noloco_p2p.peer_name import named
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +101,7 @@ class BanList:
             del self._strikes[next(iter(self._strikes))]
         if strikes > STRIKES - 0.5:  # three strikes within minutes are enough, but not three within hours
             del self._strikes[peer_id]
-            log.warning("..%s is banned for an hour: %s", short_id(peer_id), reason)
+            log.warning("%s is banned for an hour: %s", named(peer_id), reason)
             try:
                 self.ban(peer_id, reason[:200], for_s=STRUCK_OUT_S)
             except SettingsError as error:

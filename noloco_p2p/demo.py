@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import subprocess
 import sys
 import time
@@ -18,18 +19,23 @@ from typing import Any
 
 from noloco_p2p.errors import NolocoError, SettingsError
 from noloco_p2p.peer.run_folder import folder_of
+from noloco_p2p.peer_name import named
 from noloco_p2p.presets import PRESETS, render
 from noloco_p2p.spec import TrainerSpec
+from noloco_p2p.swarm.addresses import host_port
 from noloco_p2p.swarm.launch import with_parent
-from noloco_p2p.telemetry.console import aligned, count, counted, loss, mib, named, percent
+from noloco_p2p.telemetry.console import aligned, count, counted, loss, mib, percent
 from noloco_p2p.telemetry.events import read_events
 from noloco_p2p.telemetry.metrics import FAILED, Metrics
 from noloco_p2p.telemetry.progress import Progress
 
+LOOPBACK = "127.0.0.1"
+PAGE = re.compile(r"http://\S+")
 TICKET_TIMEOUT_S = 300.0  # the first peer reads the corpus and measures its speed before it has a ticket
 LEAVE_TIMEOUT_S = 120.0  # each peer writes its last checkpoint
 POLL_S = 0.5
-FLAGS = "--threads 1 --device cpu --report-every-s 2 --when always"  # regardless of the user's settings file
+# Regardless of the user's settings file.
+FLAGS = "--threads 1 --device cpu --report-every-s 2 --when always --map-ports never"
 CHAOS_FLAGS = "--save-every-s 3"  # so that a peer that is killed every few seconds does not lose a minute each time
 KILL_EVERY_S = (8.0, 20.0)  # range of the random time until the next kill with --chaos
 BACK_AFTER_S = (1.0, 5.0)
@@ -47,8 +53,9 @@ START_STEPS = 30  # these steps take as long as the evaluations at start and end
 class DemoPeer:
     """A peer that runs `noloco join` in its own process, and what its events say since the process began."""
 
-    def __init__(self, index: int, folder: Path, *, stage: int | None) -> None:
+    def __init__(self, index: int, folder: Path, *, stage: int | None, host: str = LOOPBACK) -> None:
         self.index = index
+        self.host = host
         self.stage = stage  # None in a run without stages
         self.folder = folder / f"peer-{index}"
         self.log = self.folder / "log.txt"
@@ -61,21 +68,13 @@ class DemoPeer:
 
     def start(self, target: str, flags: str = "") -> None:
         """Start the peer. A peer that was killed resumes from its last checkpoint."""
-        arguments = ["join", target, "--listen", "127.0.0.1:0", "--state-dir", str(self.folder)]
+        arguments = ["join", target, "--listen", host_port(self.host, 0), "--state-dir", str(self.folder)]
         arguments += ["--ticket-file", str(self.folder / "ticket"), *FLAGS.split(), *flags.split()]
         arguments += [] if self.stage is None else ["--stage", str(self.stage)]
         self.folder.mkdir(exist_ok=True)
         self.has_begun = self.has_finished = False
         self._events_before = len(self.events())
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                with_parent(sys.executable, "-m", "noloco_p2p", *arguments),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, "NO_COLOR": "1"},
-                start_new_session=True,  # so that Ctrl-C in the terminal reaches only the demo
-            )
+        self.process = _start(arguments, self.log)
 
     def kill(self) -> None:
         """Kill the peer without warning, as a power failure would."""
@@ -153,6 +152,7 @@ class Demo:
     changes: Mapping[str, Any] = field(default_factory=dict)  # dotted fields of the spec
     chaos_seed: int | None = None  # determines which peers are killed and restarted, and when
     num_stages: int = 1
+    host: str = LOOPBACK  # where the peers listen; on any other address, other machines can join and see the page
 
     def __post_init__(self) -> None:
         """Check the plan before anything starts. Raises SettingsError or SpecError if it is invalid."""
@@ -176,9 +176,11 @@ class Demo:
                 "because a stage loses its weights if its only peer is killed"
             )
         self.peers = [
-            DemoPeer(index, self.folder, stage=index % stages if stages > 1 else None)
+            DemoPeer(index, self.folder, stage=index % stages if stages > 1 else None, host=self.host)
             for index in range(self.num_peers)
         ]
+        self.ticket = self.page = ""  # for other machines, once they are known
+        self._page: subprocess.Popen[bytes] | None = None
         self.doing = ""
         self.step_s: float | None = None  # measured if `minutes` decides the number of steps
         self._spec = spec
@@ -227,6 +229,9 @@ class Demo:
             time.sleep(POLL_S)
         for peer in self.peers[1:]:
             peer.start(f"@{ticket}", flags)
+        if self.host != LOOPBACK:
+            self.ticket = ticket.read_text(encoding="utf-8").strip()
+            self._page = _start(["monitor", f"@{ticket}", "--web", "--listen", host_port(self.host, 0)], self._page_log)
         kills = iter(()) if self.chaos_seed is None else chaos(self.peers, target=f"@{ticket}", seed=self.chaos_seed)
         while next(kills, False) or not all(peer.is_done for peer in self.peers):
             yield self._look()
@@ -249,11 +254,18 @@ class Demo:
     def _look(self) -> None:
         for peer in self.peers:
             peer.look()
+        if self._page and not self.page:
+            found = PAGE.search(self._page_log.read_text(errors="replace"))
+            self.page = found[0] if found else ""
         self.doing = "training" if any(peer.has_begun for peer in self.peers) else "starting the peers"
         if all(peer.is_done for peer in self.peers):
             self.doing = "all peers are done"
         if self._trains_since is None and self.done:
             self._trains_since = time.monotonic(), self.done
+
+    @property
+    def _page_log(self) -> Path:
+        return self.folder / "page.txt"
 
     @property
     def done(self) -> int:
@@ -308,6 +320,7 @@ class Demo:
     def stop(self) -> None:
         """Ask all peers to leave, wait until all have ended, and kill those that do not. It can be called twice."""
         running = [peer.process for peer in self.peers if peer.process and peer.exit_code is None]
+        running += [self._page] if self._page else []
         for process in running:
             process.terminate()
         until_s = time.monotonic() + LEAVE_TIMEOUT_S
@@ -356,6 +369,19 @@ class Demo:
             for peer in self.peers
             if peer.exit_code
         ]
+
+
+def _start(arguments: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+    """Start a `noloco` command that writes to `log`."""
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            with_parent(sys.executable, "-m", "noloco_p2p", *arguments),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env={**os.environ, "NO_COLOR": "1"},
+            start_new_session=True,  # so that Ctrl-C in the terminal reaches only the demo
+        )
 
 
 def measure_step_s(spec: TrainerSpec) -> float:

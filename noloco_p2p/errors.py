@@ -80,7 +80,8 @@ class PeerError(NolocoError):
     The error never reaches the training loop, because only the swap fails.
     """
 
-    advice = "training continues; if this happens with many peers, run `noloco doctor TICKET`"  # what to do about it
+    # What to do about it if one peer of many is affected, and if all of them are.
+    advice = "training continues", "run `noloco doctor TICKET`"
 
     def __init__(self, message: str, *, peer: str = "") -> None:
         super().__init__(message[:MAX_SENTENCE])
@@ -90,22 +91,19 @@ class PeerError(NolocoError):
 class Unreachable(PeerError):
     """No connection to the peer could be made."""
 
-    advice = (
-        "if only one peer is affected, it is gone or behind a firewall, and no action is needed; "
-        "if no peer can be reached, run `noloco doctor TICKET`"
-    )
+    advice = "it is gone or behind a firewall, and no action is needed", "run `noloco doctor TICKET`"
 
 
 class TimedOut(PeerError):
     """The peer is connected, but it is too slow or frozen."""
 
-    advice = "if this affects a single peer, do nothing; if it affects all peers, check this machine's uplink and load"
+    advice = "no action is needed", "check this machine's uplink and load"
 
 
 class Refused(PeerError):
     """The peer refused a request. `code` is meant for programs, and the message for people."""
 
-    advice = "if the run, spec or version differs, use the same ticket and the same version of noloco_p2p everywhere"
+    advice = ("use the same ticket and the same version of noloco_p2p everywhere",) * 2
 
     def __init__(self, message: str, *, peer: str = "", code: str = "", retry_after_s: float = 0.0) -> None:
         super().__init__(message, peer=peer)
@@ -116,7 +114,7 @@ class Refused(PeerError):
 class CorruptPayload(PeerError):
     """The peer sent data that is damaged, non-finite, or not of the announced size."""
 
-    advice = "none of the data was applied; if this happens with many peers, test this machine's memory and network"
+    advice = "none of the data was applied", "none of the data was applied; test this machine's memory and network"
 
 
 class NotFinite(CorruptPayload):

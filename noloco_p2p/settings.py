@@ -28,6 +28,7 @@ from noloco_p2p.spec import HUB_NAME, describe, field
 log = logging.getLogger(__name__)
 
 DEFAULT_PORT = 31337
+ALL_ADDRESSES, THIS_MACHINE = "0.0.0.0", "127.0.0.1"
 LAST_PORT = 65535
 MULTIADDR = re.compile(r"/[!-~]+/p2p/[1-9A-HJ-NP-Za-km-z]{40,64}")
 RATE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([kmgKMG])bit(?:/s)?|([kMG])B/s)")
@@ -41,7 +42,7 @@ ENVIRONMENT_PREFIX = "NOLOCO_"
 OTHER_VARIABLES = frozenset(
     f"{ENVIRONMENT_PREFIX}{name}"
     for name in (
-        *("IMAGE", "PROMETHEUS", "RENDER_GID", "ROCM_IMAGE", "SPEC", "TARGET", "TICKET", "WEB"),
+        *("GRAFANA", "IMAGE", "PROMETHEUS", "RENDER_GID", "ROCM_IMAGE", "SPEC", "TARGET", "TICKET", "WEB"),
         *("SCREENSHOTS", "UPDATE_API"),
     )
 )
@@ -61,6 +62,22 @@ def user_file() -> Path:
 
 Count = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+# The settings in the groups of `noloco join --help`.
+GROUPS = {
+    "Network": ("listen", "announce", "map_ports", "max_upload", "max_download", "bootstrap", "run_key"),
+    "What others see": ("name", "hide_contribution"),
+    "When to train": ("when", "max_steps"),
+    "Computation": (
+        *("device", "threads", "gpus", "precision", "micro_batch", "compile", "activation_checkpointing"),
+        *("offload_optimizer", "max_memory"),
+    ),
+    "Data and models": ("data", "models"),
+    "Stages": ("stage", "revive_from"),
+    "Checkpoints": ("state_dir", "keep_checkpoints", "save_every_s", "push_to_hub"),
+    "Reports": ("report_every_s", "metrics", "trackers"),
+}
 
 
 @dataclass(frozen=True)
@@ -89,9 +106,13 @@ def kind_of(annotation: Any) -> Any:
     return origin or annotation
 
 
-def split_address(address: str) -> tuple[str, int]:
-    """Split HOST:PORT into the host and the port. Raises ValueError with a message for the user."""
-    host, _, port = address.rpartition(":")
+def split_address(address: str, *, host: str = "") -> tuple[str, int]:
+    """Split HOST:PORT into the host and the port. `host` is that of an address which is only a port.
+
+    Raises ValueError with a message for the user.
+    """
+    given, _, port = address.rpartition(":")
+    host = given or host
     if not host or not port.isdigit() or int(port) > LAST_PORT:
         raise ValueError(f"{address!r} must have the form HOST:PORT, for example 0.0.0.0:{DEFAULT_PORT}")
     return host, int(port)
@@ -104,7 +125,7 @@ def split_announced(address: str) -> tuple[str, int]:
 
 
 def _check_listen(listen: str) -> None:
-    host, port = split_address(listen)
+    host, port = split_address(listen, host=ALL_ADDRESSES)
     if port == LAST_PORT:
         raise ValueError(f"{listen!r} leaves no port for libp2p, which uses PORT+1; choose a port below {LAST_PORT}")
     try:
@@ -222,8 +243,8 @@ class PeerSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     listen: Annotated[str, _readable(_check_listen)] = field(
-        f"0.0.0.0:{DEFAULT_PORT}",
-        "HOST:PORT to listen on. gRPC uses PORT, and libp2p uses PORT+1. Port 0 selects two free ports.",
+        f"{ALL_ADDRESSES}:{DEFAULT_PORT}",
+        "[HOST:]PORT to listen on. gRPC uses PORT, and libp2p uses PORT+1. Port 0 selects two free ports.",
     )
     announce: Annotated[str, _readable(split_announced)] = field(
         "", "HOST[:PORT] that other peers dial, if it differs from --listen."
@@ -242,6 +263,7 @@ class PeerSettings(BaseModel):
         0, "Number of sequences per forward and backward pass.", ge=0
     )
     compile: bool = field(False, "Compile the model with torch.compile.")
+    liger: bool = field(False, "Use the fused GPU kernels of liger-kernel (extra `fast`), also for the loss.")
     activation_checkpointing: bool = field(False, "Use less memory, at the cost of about a third more computation.")
     offload_optimizer: bool = field(False, "Keep the optimizer's moments in main memory instead of GPU memory.")
     keep_checkpoints: Count = field(2, "Number of checkpoints to keep.")
@@ -282,9 +304,9 @@ class PeerSettings(BaseModel):
     bootstrap: Annotated[tuple[str, ...], BeforeValidator(_several), _readable(_check_bootstrap)] = field(
         (), "Address of a peer to join through (/ip4/../tcp/../p2p/..), or @FILE that contains it. Can be repeated."
     )
-    metrics: Annotated[str, _readable(lambda text: text and split_address(text)), Flag(metavar="HOST:PORT")] = field(
-        "", "Serve /metrics for Prometheus at this address."
-    )
+    metrics: Annotated[
+        str, _readable(lambda text: text and split_address(text, host=THIS_MACHINE)), Flag(metavar="[HOST:]PORT")
+    ] = field("", f"Serve /metrics for Prometheus at this address; without HOST, at {THIS_MACHINE}.")
     stage: Annotated[Annotated[int, Field(ge=0)] | None, Flag(default="chosen automatically")] = field(
         None, "In a run with stages: the stage that this peer holds. Stage 0 reads the data."
     )
@@ -317,7 +339,7 @@ class PeerSettings(BaseModel):
                 settings = cls.model_validate(values)
             except ValidationError as error:
                 prefix = {"environment": "environment NOLOCO_*: ", "flag": ""}.get(origin, f"{origin}: ")
-                raise SettingsError(f"{prefix}{describe(error)}") from None
+                raise SettingsError(f"{prefix}{describe(error, cls)}") from None
         settings._origins = origins
         return settings
 
@@ -338,12 +360,12 @@ class PeerSettings(BaseModel):
     @property
     def listen_host(self) -> str:
         """Return the IP address that gRPC and libp2p listen on."""
-        return split_address(self.listen)[0]
+        return split_address(self.listen, host=ALL_ADDRESSES)[0]
 
     @property
     def listen_port(self) -> int:
         """Return the gRPC port, or 0 if any two free ports may be used for gRPC and libp2p."""
-        return split_address(self.listen)[1]
+        return split_address(self.listen, host=ALL_ADDRESSES)[1]
 
     @property
     def libp2p_port(self) -> int:

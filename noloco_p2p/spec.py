@@ -8,6 +8,7 @@ This module does not import torch, so `noloco init` and `noloco status` start fa
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 import reprlib
@@ -17,10 +18,12 @@ from typing import Annotated, Any, Literal, Self, cast, get_args
 
 from blake3 import blake3
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic.fields import FieldInfo
 
 from noloco_p2p.errors import SpecError
 
 SPEC_VERSION = 1
+SIMILAR = 0.75  # names of which one may be a slip for the other
 MAX_SPEC_BYTES = 64 * 1024  # a larger spec from the network is refused
 
 ActivationCodecName = Literal["fp32", "bf16", "int8"]
@@ -105,7 +108,17 @@ class LoraSpec(Section):
     targets: str = field(
         "all-linear", "modules with adapters: 'all-linear', or comma-separated names such as 'q_proj,v_proj'"
     )
-    base_dtype: Literal["fp32", "bf16"] = field("fp32", "dtype of the frozen weights; bf16 halves their memory")
+    base_dtype: Literal["fp32", "bf16", "nf4"] = field(
+        "fp32",
+        "dtype of the frozen weights; bf16 halves their memory; nf4 (QLoRA) needs a quarter of that for the weights "
+        "of linear layers, and the extra `lowmem`",
+    )
+
+    @model_validator(mode="after")
+    def _quantized_weights_are_frozen(self) -> LoraSpec:
+        if self.base_dtype == "nf4" and not self.rank:
+            raise ValueError("base_dtype can be 'nf4' only with a rank above 0: quantized weights cannot be trained")
+        return self
 
 
 class ModelSpec(Section):
@@ -271,8 +284,10 @@ class TrainSpec(Section):
     clip_norm: PositiveFloat = field(1.0, "maximum norm of the gradient; larger gradients are scaled down")
     adam_beta1: float = field(0.9, "decay rate of the first moment", ge=0, lt=1)
     adam_beta2: float = field(0.95, "decay rate of the second moment", ge=0, lt=1)
-    inner_optimizer: Literal["adamw", "muon"] = field(
-        "adamw", "adamw or muon; muon applies Muon to hidden matrices, and AdamW to embeddings, the head and vectors"
+    inner_optimizer: Literal["adamw", "adamw8bit", "muon"] = field(
+        "adamw",
+        "adamw, adamw8bit or muon; adamw8bit keeps moments of 1 byte instead of 4, and needs the extra `lowmem`; muon "
+        "applies Muon to hidden matrices, and AdamW to embeddings, the head and vectors",
     )
     muon_momentum: float = field(0.95, "momentum of Muon", ge=0, lt=1)
 
@@ -509,7 +524,7 @@ class Spec(Section):
         try:
             return cast("Self", kind.model_validate(values))
         except ValidationError as error:
-            raise SpecError(f"{origin}: {describe(error)}") from None
+            raise SpecError(f"{origin}: {describe(error, kind)}") from None
 
     @classmethod
     def load(cls, path: Path | str) -> Self:
@@ -563,9 +578,9 @@ class Spec(Section):
             for section in sections:
                 target = target.get(section)
                 if not isinstance(target, dict):
-                    raise SpecError(f"{origin}: {dotted} is not a field of a run spec")
-            if key not in target:
-                raise SpecError(f"{origin}: {dotted} is not a field of a run spec")
+                    break
+            if not isinstance(target, dict) or key not in target:
+                raise SpecError(f"{origin}: {dotted} is not a field of a run spec{_meant(dotted, type(self))}")
             target[key] = value
         return self.from_dict(values, origin=origin)
 
@@ -635,7 +650,27 @@ def _key(part: str | int) -> str:
     return text if text.isidentifier() or text.isdecimal() else reprlib.repr(text)
 
 
-def describe(error: ValidationError) -> str:
+def _fields(model: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
+    """Return the fields of a model and of its sections, by dotted name."""
+    found = dict[str, FieldInfo]()
+    for name, field in model.model_fields.items():
+        found[prefix + name] = field
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            found |= _fields(field.annotation, f"{prefix}{name}.")
+    return found
+
+
+def _meant(dotted: str, model: type[BaseModel]) -> str:
+    """Return a question about the field that may be meant by an unknown name, or "" if none is similar."""
+    names = {name: name.rpartition(".")[2] for name in _fields(model)}
+    close = difflib.get_close_matches(dotted, names, n=1, cutoff=SIMILAR)
+    if not close:
+        ends = difflib.get_close_matches(dotted.rpartition(".")[2], names.values(), n=1, cutoff=SIMILAR)
+        close = [name for name, end in names.items() if end in ends]
+    return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def describe(error: ValidationError, model: type[BaseModel]) -> str:
     """Describe each wrong field with its dotted name, for example `outer.gamma must be < ...`."""
     lines = []
     for item in error.errors():
@@ -646,7 +681,9 @@ def describe(error: ValidationError) -> str:
             if first_word.isidentifier():  # our own checks already name the field
                 dotted, message = f"{dotted}.{first_word}" if dotted else first_word, message.partition(" ")[2]
         elif item["type"] == "extra_forbidden":
-            message = "is not a known field"
+            message = f"is not a known field{_meant(dotted, model)}"
+        elif item["type"] == "string_pattern_mismatch" and (field := _fields(model).get(dotted)):
+            message = f"{reprlib.repr(item['input'])} is not a valid {(field.description or '').partition(';')[0]}"
         elif message.startswith("Input should "):
             given = f"; it is {reprlib.repr(item['input'])}" if isinstance(item["input"], str | int | float) else ""
             message = f"must {message.removeprefix('Input should ')}{given}"

@@ -3,19 +3,25 @@
     noloco1 + base32( fields.. | checksum:4 )      lower case, no padding, one line
 
 A field is `id:1 | length:2 | bytes`. Readers skip unknown ids, so newer tickets can have more fields. Numbers are
-big-endian.
+big-endian. Readers find a ticket in any text around it, such as a mail that breaks it into lines: it ends where the
+checksum is right.
 """
 
 from __future__ import annotations
 
 import base64
+import logging
 import re
+import time
 from dataclasses import dataclass
+from pathlib import Path
 
 from blake3 import blake3
 
-from noloco_p2p.errors import TicketError
+from noloco_p2p.errors import SettingsError, TicketError
 from noloco_p2p.invitation import Invitation
+
+log = logging.getLogger(__name__)
 
 PREFIX = "noloco1"
 MAX_TICKET_CHARS = 4096
@@ -23,8 +29,14 @@ MAX_ADDRESSES = 16
 LENGTH_BYTES = 2
 CHECKSUM_BYTES = 4
 RUN_NAME, SPEC_DIGEST, ADDRESS, INVITATION = 1, 2, 3, 4
+# The longest time that a bootstrap node or a first peer, started at the same moment, takes to write its file.
+FILE_TIMEOUT_S = 120.0
+POLL_S = 0.2
+MAX_FILE_BYTES = 64 * 1024
 
-_LOOKS_LIKE = re.compile(r"noloco[1-9][a-z0-9]{16,}", re.IGNORECASE)
+_BEGINS = re.compile(r"(?<![a-z0-9/])noloco([1-9])")
+_LOOKS_LIKE = re.compile(_BEGINS.pattern + r"\s*[a-z2-7]{16}")
+_PIECE = re.compile(r"[a-z2-7]+")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _MULTIADDR = re.compile(r"/[!-~]{1,200}/p2p/[1-9A-HJ-NP-Za-km-z]{40,64}")
@@ -76,32 +88,33 @@ class Ticket:
 
     @classmethod
     def decode(cls, text: str) -> Ticket:
-        """Decode a ticket.
+        """Decode the ticket in a text, which may contain other words, quotes and line breaks.
 
-        Raises TicketError with the reason if it is not a ticket, needs a newer version, or is damaged.
+        Raises TicketError with the reason if there is none, or if it needs a newer version or is damaged.
         """
-        text = text.strip().lower()
-        if len(text) > MAX_TICKET_CHARS:
-            raise TicketError(
-                f"not a ticket: it has {len(text)} characters, but a ticket has at most {MAX_TICKET_CHARS}"
-            )
-        if not text.startswith(PREFIX):
-            if text[:6] == PREFIX[:6] and text[6:7] in set("23456789"):
-                raise TicketError(
-                    f"this ticket has version {text[6]}, but this program reads only version 1; install a newer "
-                    "noloco_p2p"
-                )
+        text = text.lower()
+        begins = list(_BEGINS.finditer(text))
+        if not begins:
             raise TicketError(
                 f"not a ticket: tickets begin with {PREFIX}; `noloco join` and `noloco ticket` print them"
             )
-        body = text[len(PREFIX) :].upper()
-        try:
-            data = base64.b32decode(body + "=" * (-len(body) % 8))
-        except ValueError:
-            data = b""
-        fields, checksum = data[:-CHECKSUM_BYTES], data[-CHECKSUM_BYTES:]
-        if checksum != _checksum(fields):
-            raise TicketError("the ticket is damaged: a part is missing or mistyped; copy the whole ticket again")
+        for begin in begins:
+            body = ""
+            for piece in _PIECE.finditer(text, begin.end()):
+                body += piece[0]
+                if len(body) > MAX_TICKET_CHARS:
+                    break
+                if begin[1] == "1" and (fields := _checked(body)):
+                    return cls._of(fields)
+        if all(begin[1] != "1" for begin in begins):
+            raise TicketError(
+                f"this ticket has version {begins[0][1]}, but this program reads only version 1; install a newer "
+                "noloco_p2p"
+            )
+        raise TicketError("the ticket is damaged: a part is missing or mistyped; copy the whole ticket again")
+
+    @classmethod
+    def _of(cls, fields: bytes) -> Ticket:
         name, digest, addresses, invitation = "", "", [], None
         while fields:
             end = 1 + LENGTH_BYTES + int.from_bytes(fields[1 : 1 + LENGTH_BYTES], "big")
@@ -120,8 +133,58 @@ class Ticket:
 
 
 def is_ticket(text: str) -> bool:
-    """Return whether `text` is meant to be a ticket (of any version, possibly damaged) rather than a file name."""
-    return _LOOKS_LIKE.fullmatch(text.strip()) is not None
+    """Return whether `text` has a ticket (of any version, possibly damaged) in it, so that it is no file name."""
+    return _LOOKS_LIKE.search(text.lower()) is not None
+
+
+def find(text: str) -> Ticket | None:
+    """Return the ticket in `text`, or in FILE for `@FILE`. The result is None if `text` is meant as something else.
+
+    Raises TicketError, and SettingsError if FILE cannot be read.
+    """
+    return Ticket.decode(contents(text)) if text.startswith("@") or is_ticket(text) else None
+
+
+def contents(text: str, *, timeout_s: float = FILE_TIMEOUT_S) -> str:
+    """For `@FILE`, wait until FILE has been written, and return its text. Return any other text unchanged.
+
+    Raises SettingsError if the file is not written in time, or is unreadable or too large.
+    """
+    if not text.startswith("@"):
+        return text
+    path, until_s, has_said = Path(text[1:]), time.monotonic() + timeout_s, False
+    if not path.absolute().parent.is_dir():
+        raise SettingsError(f"{text}: the folder {path.absolute().parent} does not exist; check the path after the @")
+    while True:
+        try:
+            if path.stat().st_size > MAX_FILE_BYTES:
+                raise SettingsError(f"{text} is too large for a ticket or an address ({path.stat().st_size} bytes)")
+            if found := path.read_text(encoding="utf-8-sig").strip():
+                return found
+        except FileNotFoundError:
+            pass
+        except (OSError, UnicodeDecodeError) as error:
+            raise SettingsError(f"{text} cannot be read: {error}") from None
+        if time.monotonic() > until_s:
+            raise SettingsError(
+                f"{text}: the file was not written within {timeout_s:.0f} s; is the peer that writes it running?"
+            )
+        if not has_said:
+            has_said = True
+            log.warning(
+                "waiting up to %.0f s for %s to be written; check the path if nothing writes it", timeout_s, path
+            )
+        time.sleep(POLL_S)
+
+
+def _checked(body: str) -> bytes:
+    """Return the fields if the checksum after them is right, or else nothing."""
+    try:
+        data = base64.b32decode(body.upper() + "=" * (-len(body) % 8))
+    except ValueError:
+        return b""
+    fields, checksum = data[:-CHECKSUM_BYTES], data[-CHECKSUM_BYTES:]
+    return fields if checksum == _checksum(fields) else b""
 
 
 def _field(number: int, value: bytes) -> bytes:

@@ -10,27 +10,27 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Lines of Python without generated code, rounded up to 50. The first row holds the modules at the top of the package.
 BUDGETS = {
-    "noloco_p2p/*.py": 3_400,
-    "noloco_p2p/cli/**/*.py": 2_050,
+    "noloco_p2p/*.py": 3_600,
+    "noloco_p2p/cli/**/*.py": 2_150,
     "noloco_p2p/codec/**/*.py": 700,
     "noloco_p2p/data/**/*.py": 1_700,
-    "noloco_p2p/doctor/**/*.py": 400,
+    "noloco_p2p/doctor/**/*.py": 450,
     "noloco_p2p/flow/**/*.py": 1_600,
     "noloco_p2p/gossip/**/*.py": 2_200,
     "noloco_p2p/integrations/**/*.py": 400,
-    "noloco_p2p/monitor/**/*.py": 850,
+    "noloco_p2p/monitor/**/*.py": 900,
     "noloco_p2p/net/**/*.py": 2_650,
-    "noloco_p2p/optim/**/*.py": 250,
+    "noloco_p2p/optim/**/*.py": 300,
     "noloco_p2p/outer/**/*.py": 2_600,
     "noloco_p2p/peer/**/*.py": 1_900,
     "noloco_p2p/simulate/**/*.py": 1_600,
-    "noloco_p2p/swarm/**/*.py": 4_800,
+    "noloco_p2p/swarm/**/*.py": 4_850,
     "noloco_p2p/telemetry/**/*.py": 1_000,
     "noloco_p2p/testing/**/*.py": 650,
-    "noloco_p2p/trainer/**/*.py": 4_600,
+    "noloco_p2p/trainer/**/*.py": 4_850,
     "noloco_p2p/transfer/**/*.py": 650,
-    "benchmarks/**/*.py": 7_150,
-    "tests/**/*.py": 31_450,
+    "benchmarks/**/*.py": 7_350,
+    "tests/**/*.py": 32_150,
 }
 
 

@@ -67,15 +67,14 @@ class LyingGossip(Gossip):
     """The swaps of a liar. `lie` returns what a partner gets in place of elements [start, stop)."""
 
     lie: Callable[[str, int, int], Tensor] | None = None
-    stalls = False
+    stall_s = 0.0  # before it sends
 
     def _agree(self, *agreed: Any, **further: Any) -> Swap:
         swap = super()._agree(*agreed, **further)
         honest = swap.snapshot
 
         async def snapshot() -> tuple[Tensor, int]:
-            if self.stalls:
-                await asyncio.sleep(math.inf)
+            await asyncio.sleep(self.stall_s)
             values, step = await honest()
             return self.lie(swap.partner, *self._units.bounds(swap.part)) if self.lie else values, step
 
@@ -84,7 +83,7 @@ class LyingGossip(Gossip):
 
     def _standing(self) -> Standing:
         standing = super()._standing()
-        return replace(standing, step_s=SLOW_STEP_S) if self.stalls else standing
+        return replace(standing, step_s=SLOW_STEP_S) if self.stall_s else standing
 
 
 class GreedyGossip(LyingGossip):
@@ -169,7 +168,7 @@ class HostileReplica(SimulatedReplica):
             await super().enter(donor)
         gossip = self._service.gossip
         assert isinstance(gossip, LyingGossip)
-        gossip.stalls = self._attack is Attack.STALLS
+        gossip.stall_s = math.inf if self._attack is Attack.STALLS else 0.0
         if self._attack is Attack.NAN:
             gossip._shared.coder.plain = not_finite(gossip._shared.coder.plain)
         elif self._attack not in CLAIMS:

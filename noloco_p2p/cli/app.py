@@ -10,7 +10,8 @@ from pathlib import Path
 import typer
 
 from noloco_p2p._version import __version__
-from noloco_p2p.cli import checks, demo, join, local, model, monitor, runs, simulate
+from noloco_p2p.cli import checks, demo, join, local, model, monitor, runs, service, simulate
+from noloco_p2p.cli.options import Grouped
 from noloco_p2p.errors import IdentityError, NolocoError, PeerError, SettingsError, SpecError, TicketError, printable
 from noloco_p2p.telemetry.console import PrintableStream
 
@@ -28,10 +29,10 @@ app = typer.Typer(
 )
 for verb in (
     *(runs.init, join.join, local.leave, local.pause, local.resume, local.status, runs.ticket, monitor.monitor),
-    *(checks.doctor, runs.bootstrap, model.fork, model.evaluate, model.export),
+    *(checks.doctor, runs.bootstrap, service.service, model.fork, model.evaluate, model.export),
     *(demo.demo, simulate.simulate, local.ban),
 ):
-    app.command()(verb)
+    app.command(cls=Grouped if verb is join.join else None)(verb)
 app.add_typer(checks.data, name="data")
 app.command(name="id")(local.identity)
 

@@ -16,6 +16,7 @@ import typer
 
 from noloco_p2p.cli import entry
 from noloco_p2p.cli.options import Changes, parse_changes
+from noloco_p2p.errors import SettingsError
 from noloco_p2p.telemetry.console import counted, duration, terminal
 
 if TYPE_CHECKING:
@@ -36,8 +37,14 @@ def demo(
     steps: int | None = typer.Option(
         None, help="Inner steps per peer.", min=20, show_default="as many as --minutes allows"
     ),
-    minutes: float = typer.Option(
-        4.0, help="Choose the number of steps so that the demo takes about this many minutes.", min=1
+    minutes: float | None = typer.Option(
+        None,
+        help="Choose the number of steps so that the demo takes about this many minutes.",
+        min=1,
+        show_default="4, or 10 with --share",
+    ),
+    share: bool = typer.Option(
+        False, "--share", help="Let other machines in this network join, and show them the monitor's page."
     ),
     changes: Changes = None,
     chaos: int | None = typer.Option(
@@ -55,7 +62,7 @@ def demo(
     ),
 ) -> None:
     """Train a small model with a swarm of real peers on this machine, and print a report."""
-    from noloco_p2p.demo import Demo, report_lines
+    from noloco_p2p.demo import LOOPBACK, Demo, report_lines
 
     entry.check_writable(json_file, flag="--json")
     values = parse_changes(changes)
@@ -65,7 +72,8 @@ def demo(
         num_peers=peers or (2 * stages if stages > 1 else 4),
         num_stages=stages,
         num_steps=steps or 0,
-        minutes=minutes,
+        minutes=minutes or (10.0 if share else 4.0),
+        host=_host_in_network() if share else LOOPBACK,
         changes=values,
         chaos_seed=chaos,
     )
@@ -106,7 +114,7 @@ def _watch(swarm: Demo) -> None:
 
     console, began_s = terminal(), time.monotonic()
     screen = Live(console=console, auto_refresh=False) if console.is_terminal else None
-    doing, next_s, is_planned = "", 0.0, False
+    doing, next_s, is_planned, is_shared = "", 0.0, False, False
     with screen or nullcontext():
         for _ in swarm.run():
             if swarm.num_steps and not is_planned:
@@ -117,6 +125,11 @@ def _watch(swarm: Demo) -> None:
                     plan = f"an inner step takes {swarm.step_s:.2g} s on this machine: {plan} in about "
                     plan += f"{swarm.minutes:g} minutes"
                 print(plan, flush=True)
+            if swarm.page and not is_shared:
+                is_shared = True
+                told = f"on another machine in this network, run:\nnoloco join {swarm.ticket}"
+                told += f"\neverybody in this network sees the swarm at {swarm.page}"
+                console.print(told, soft_wrap=True, markup=False, highlight=False)  # a ticket is one line
             now_s = time.monotonic()
             if screen:
                 screen.update(_drawn(swarm), refresh=True)
@@ -124,6 +137,16 @@ def _watch(swarm: Demo) -> None:
                 doing, next_s = swarm.doing, now_s + PLAIN_EVERY_S
                 summary = f"; {swarm.summary()}" if swarm.summary() else ""
                 print(f"after {now_s - began_s:.0f} s: {_told(swarm)}{summary}", flush=True)
+
+
+def _host_in_network() -> str:
+    """Return the address of this machine in its network. Raises SettingsError if it has none."""
+    from noloco_p2p.demo import LOOPBACK
+    from noloco_p2p.swarm.addresses import routable_host
+
+    if (host := routable_host("0.0.0.0")) == LOOPBACK:
+        raise SettingsError("--share needs a network, but this machine has no address that others can reach")
+    return host
 
 
 def _told(swarm: Demo) -> str:

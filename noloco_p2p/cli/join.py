@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -20,7 +21,7 @@ from noloco_p2p.cli.options import takes_settings
 from noloco_p2p.control import hold
 from noloco_p2p.errors import Left, RankError, printable
 from noloco_p2p.settings import PeerSettings
-from noloco_p2p.telemetry.console import outlive_output
+from noloco_p2p.telemetry.console import given, outlive_output
 from noloco_p2p.ticket import Ticket
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ def _train(
     with (
         told(),
         Ranks(own.rank, own.num_ranks, here) if own else nullcontext() as ranks,
-        Peer.join(target, settings, progress=Progress(_say)) as peer,
+        Peer.join(target, settings, progress=Progress(_tell)) as peer,
     ):
         spec = TrainerSpec.of(peer.spec)
         _say(f"peer {peer.peer_id} of run {spec.name} ({spec.digest()[:16]}), announcing {peer.address}")
@@ -118,7 +119,7 @@ def _train(
             _say(f"metrics at http://{peer.metrics_address}/metrics")
         for warning in [*spec.warnings(), *_warnings(spec, settings)]:
             log.warning(warning)
-        trainer = StageTrainer(peer, say=_say) if spec.pipeline.stages > 1 else Trainer(peer, say=_say, ranks=ranks)
+        trainer = StageTrainer(peer, say=_tell) if spec.pipeline.stages > 1 else Trainer(peer, say=_tell, ranks=ranks)
         step = trainer.inner_step
         for warning in [*step.compute.warnings(here, spec), *step.warnings(spec.data.sequence_length)]:
             log.warning(warning)
@@ -128,10 +129,12 @@ def _train(
         for warning in needs.warnings(settings):
             log.warning(warning)
         peer.wait_for_router()
-        _say("others join with:")
-        _say(f"noloco join {peer.ticket}")
-        if not only_public(Ticket.decode(peer.ticket).addresses):
-            _say("(the ticket has only private addresses; for peers on other networks, restart with --announce HOST)")
+        if isinstance(target, Ticket):
+            _say("others join with the ticket that `noloco ticket` prints")
+        else:
+            _say(f"others join with:\nnoloco join {peer.ticket}")
+            if not only_public(Ticket.decode(peer.ticket).addresses):
+                _say("(it has only private addresses; for peers on other networks, restart with --announce HOST)")
         if not settings.max_upload:
             _say("if others can reach this peer, it also relays calls between other peers; any --max-upload stops that")
         entry.write(ticket_file, peer.ticket, flag="--ticket-file", is_secret=bool(spec.run_key))
@@ -142,7 +145,7 @@ def _train(
         gc.freeze()  # a full collection takes 100 ms, mostly for objects of libraries, and blocks both threads
         checkpoint = trainer.train()
         while isinstance(trainer, StageTrainer) and trainer.switches_to is not None:
-            trainer = StageTrainer(peer, say=_say, stage=trainer.switches_to)
+            trainer = StageTrainer(peer, say=_tell, stage=trainer.switches_to)
             checkpoint = trainer.train()
         if ranks:
             ranks.stop()
@@ -152,7 +155,7 @@ def _train(
             trainer.serve()
         if peer.fault:
             raise peer.fault
-        _say("leaving")
+        _say(f"leaving; thank you for {given(peer.metrics.as_dict())}")
     if checkpoint and settings.push_to_hub:
         from noloco_p2p.trainer.export import push
 
@@ -231,6 +234,11 @@ def _leave_on_signals(peer: Peer) -> None:
         peer.request_leave()
 
     entry.on_leaving(leave)
+
+
+def _tell(line: str) -> None:
+    """Print a line about progress, with the time."""
+    _say(f"{time.strftime('%H:%M:%S')} {line}")
 
 
 def _say(line: str) -> None:

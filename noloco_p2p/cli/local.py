@@ -9,10 +9,12 @@ from typing import Annotated, Any
 
 import typer
 
+from noloco_p2p.bans import BanList
 from noloco_p2p.cli.options import Json, parse_duration, print_json, takes_settings
 from noloco_p2p.control import ask, is_held
+from noloco_p2p.peer_name import find, named
 from noloco_p2p.settings import PeerSettings
-from noloco_p2p.telemetry.console import count, counted, duration, loss, mib, named, numbered_stages, percent
+from noloco_p2p.telemetry.console import count, counted, duration, given, loss, mib, numbered_stages, percent
 from noloco_p2p.telemetry.metrics import FAILED
 from noloco_p2p.telemetry.progress import line as progress_line
 
@@ -58,9 +60,9 @@ def status_lines(reply: dict[str, Any]) -> list[str]:
     if reply["live_peers_is_estimate"]:
         others = f"about {others}"
     ways = Counter(reply["neighbours"].values()).most_common()
-    partner = f", last with {named(reply['last_partner'])}" if reply["last_partner"] else ""
+    last = reply["last_partner"]
+    partner = f", last with {named(last, reply['peers'].get(last, ''))}" if last else ""
     failed = ", ".join(f"{reply[name]} {name.removeprefix('failed_')}" for name in FAILED if reply[name])
-    tokens = "" if reply["tokens"] is None else f"{count(reply['tokens'])} tokens, "  # some trainers do not count
     is_hidden = reply["settings"]["hide_contribution"]["value"]
     lines = {
         "peer": f"{reply['peer_id']} (process {reply['pid']}, noloco_p2p {reply['software']})",
@@ -77,18 +79,18 @@ def status_lines(reply: dict[str, Any]) -> list[str]:
         ),
         "reach": f"{reply['reach']['state']}: {reply['reach']['sentence']}"
         + (f"\nneighbours: {', '.join(f'{number} {way}' for way, number in ways)}" if ways else ""),
-        "swaps": f"{reply['swaps']} ({reply['swaps_per_min']:.1f}/min, {percent(reply['link_use'])} of the link)"
+        "swaps": f"{reply['swaps']} ({reply['swaps_per_min']:.1f}/min, {percent(reply['link_use'])} of the link"
+        + (f", {reply['swap_s']:.2g} s each)" if reply["swap_s"] else ")")
         + partner
         + (f"; failed: {failed}" if failed else "")
         + _mixing(reply),
         "training": f"loss {loss(reply['loss'])}, validation {loss(reply['validation_loss'])}, "
         f"{count(reply['tokens_per_s'])} tokens/s",
-        "given": f"{duration(reply['trained_s'])} of training, {tokens}{counted(reply['swaps'], 'swap')}"
-        + (" (time and tokens are hidden from other peers)" if is_hidden else ""),
+        "given": given(reply) + (" (time and tokens are hidden from other peers)" if is_hidden else ""),
         "traffic": f"{mib(reply['bytes_sent'])} out, {mib(reply['bytes_received'])} in",
         "fault": reply["last_fault"] or "none",
         "settings": "\n".join(_settings(reply["settings"])),
-        "ticket": reply["ticket"],
+        "ticket": "printed by `noloco ticket`",
     }
     return [
         f"{'' if number else head:8}  {text}"
@@ -143,18 +145,19 @@ def leave(
     settings: PeerSettings,
     timeout_s: float = typer.Option(120.0, "--timeout", help="Seconds to wait for the peer to exit."),
 ) -> None:
-    """Ask the peer on this machine to leave, and wait until it has exited."""
+    """Ask the peer on this machine to leave, and wait until it has exited. The exit code is 1 if none is running."""
     folder, until_s = settings.state_dir, time.monotonic() + timeout_s
     reply = ask(folder, "leave")
     if reply is None:
         _say_absent(folder)
-        raise typer.Exit(1 if is_held(folder) else 0)
+        raise typer.Exit(1)
     while is_held(folder):
         if time.monotonic() > until_s:
             print(f"the peer (process {reply['pid']}) was asked to leave but did not exit within {timeout_s:.0f} s")
             raise typer.Exit(1)
         time.sleep(POLL_S)
-    print("the peer has left; run the command that started it to resume from its last checkpoint")
+    thanks = f". Thank you for {given(reply)}" if "swaps" in reply else ""
+    print(f"the peer has left; run the command that started it to resume from its last checkpoint{thanks}")
 
 
 @takes_settings("state_dir")
@@ -167,6 +170,12 @@ def pause(settings: PeerSettings, timeout_s: Timeout = 120.0) -> None:
     if reply["was_asked"] and reply["state"] == "paused":
         print("the peer is already paused; run `noloco resume` to resume it")
         return
+    if reply["is_script"]:
+        print(
+            "waiting until the script calls `peer.wait_while_paused()`, which it does if its loop checks "
+            "`peer.pause_requested`",
+            flush=True,
+        )
     _wait_for("paused", settings.state_dir, timeout_s=timeout_s)
     print("the peer is paused: it will neither train nor swap until you run `noloco resume`")
 
@@ -214,8 +223,10 @@ def _wait_for(state: str, folder: Path, *, timeout_s: float) -> None:
 
 @takes_settings("state_dir")
 def ban(
-    peer_id: str | None = typer.Argument(
-        None, help="The id of the peer to ban (12D3Koo...). Without it, all bans are listed."
+    peer: str | None = typer.Argument(
+        None,
+        help="The peer to ban, as the log and the monitor show it: its id, the end of its id, or its name. "
+        "Without it, all bans are listed.",
     ),
     reason: str = typer.Option(
         "manual ban by this peer's owner", help="The reason, as shown to the peer and in the log."
@@ -227,9 +238,8 @@ def ban(
     as_json: Json = False,
 ) -> None:
     """Ban a peer, or list the banned peers. A ban is local, and a running peer enforces it immediately."""
-    from noloco_p2p.bans import BanList
-
     bans = BanList(settings.state_dir / "bans.json")
+    peer_id = _find(peer, settings.state_dir, bans) if peer else None
     if peer_id and lift:
         print(f"{peer_id} is no longer banned" if bans.lift(peer_id) else f"{peer_id} is not on the ban list")
     elif peer_id:
@@ -242,6 +252,12 @@ def ban(
             print(f"{banned} is {bans.why(banned)}")
         if not bans.all():
             print("no peer is banned")
+
+
+def _find(text: str, folder: Path, bans: BanList) -> str:
+    """Return the id of the peer that `text` means, among those that are banned or that a running peer knows."""
+    reply = ask(folder, "status") or {}
+    return find(text, dict.fromkeys(bans.all(), "") | reply.get("peers", {}))
 
 
 @takes_settings("state_dir")

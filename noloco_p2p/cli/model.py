@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from noloco_p2p.cli import entry
 from noloco_p2p.cli.options import Changes, Json, parse_changes, print_json, takes_settings
 from noloco_p2p.errors import CheckpointError, SettingsError
 from noloco_p2p.settings import PeerSettings
@@ -69,7 +70,9 @@ def evaluate(
 @takes_settings("models")
 def export(
     source: str = typer.Argument(
-        ..., metavar="CHECKPOINT|TICKET", help="A checkpoint folder or, with --merge, a ticket."
+        ...,
+        metavar="CHECKPOINT|TICKET",
+        help="A checkpoint folder or, with --merge, a ticket (or @FILE containing one).",
     ),
     folder: Path = typer.Argument(..., metavar="DIR", help="The output folder, in Hugging Face format."),
     merge: bool = typer.Option(False, "--merge", help="Average the weights of live peers."),
@@ -87,9 +90,10 @@ def export(
 ) -> None:
     """Write a model folder for the transformers library, from a checkpoint or from the live swarm."""
     from noloco_p2p.peer.run_folder import check_checkpoint_folder
-    from noloco_p2p.ticket import Ticket, is_ticket
+    from noloco_p2p.ticket import find
 
-    if merge != is_ticket(source):
+    ticket = find(source)
+    if merge != bool(ticket):
         raise SettingsError(
             "--merge requires a ticket, and a ticket requires --merge; to export a checkpoint, omit --merge"
         )
@@ -104,10 +108,10 @@ def export(
     if push_to_hub:
         claim_repo(push_to_hub)
     progress, folders = Progress(print), settings.models
-    if merge:
+    if ticket:
         import uvloop
 
-        uvloop.run(_merge(Ticket.decode(source), folder, folders, adapters=adapters, sample=sample, progress=progress))
+        uvloop.run(_merge(ticket, folder, folders, adapters=adapters, sample=sample, progress=progress))
     else:
         with progress.task("reading the checkpoint"):
             state = from_checkpoint(Path(source), folders=folders)
@@ -196,7 +200,7 @@ def fork(
     every stage.
     """
     from noloco_p2p.spec import TrainerSpec
-    from noloco_p2p.ticket import Ticket, is_ticket
+    from noloco_p2p.ticket import Ticket
 
     if new.exists() or not new.absolute().parent.is_dir():
         why = "already exists" if new.exists() else f"cannot be written: there is no folder {new.absolute().parent}"
@@ -207,7 +211,7 @@ def fork(
             raise SettingsError(
                 f"--set {key}: the model cannot change, because a fork starts from the weights of the old run"
             )
-    old = Ticket.decode(source) if is_ticket(source) else TrainerSpec.load(source)
+    old = entry.opened(source)
     if isinstance(old, TrainerSpec):
         _changed(old, values)  # fail before the slow imports
     import uvloop

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from noloco_p2p.cli.entry import resolve
 from noloco_p2p.cli.options import Json, print_json, takes_settings
 from noloco_p2p.control import ask
 from noloco_p2p.errors import SettingsError
@@ -22,6 +21,7 @@ from noloco_p2p.telemetry.console import terminal
 
 if TYPE_CHECKING:
     from noloco_p2p.monitor.tables import Choice
+    from noloco_p2p.monitor.watcher import Own
     from noloco_p2p.ticket import Ticket
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ def monitor(
     watch: bool = typer.Option(False, "--watch", help="Keep updating until Ctrl-C."),
     web: bool = typer.Option(False, "--web", help="Serve a web page, /api/status and /metrics until Ctrl-C."),
     listen: str | None = typer.Option(
-        None, help="HOST:PORT for --web. With port 0, a free port is used.", show_default=DEFAULT_WEB
+        None, help="[HOST:]PORT for --web. With port 0, a free port is used.", show_default=DEFAULT_WEB
     ),
     interval_s: float = typer.Option(2.0, "--interval", help="Seconds between updates with --watch.", min=0.1),
     sort: str = typer.Option("state", help="Column to sort by, for example loss."),
@@ -48,10 +48,10 @@ def monitor(
     *,
     settings: PeerSettings,
 ) -> None:
-    """Show the whole swarm, based only on the records in the DHT."""
-    from noloco_p2p.ticket import Ticket
+    """Show the whole swarm, based on the records in the DHT."""
+    from noloco_p2p.ticket import Ticket, contents
 
-    entry = Ticket.decode(resolve(ticket))
+    entry = Ticket.decode(contents(ticket))
     if listen and not web:
         raise SettingsError("--listen requires --web")
     if web and (watch or as_json):
@@ -59,27 +59,25 @@ def monitor(
     import uvloop
 
     from noloco_p2p.monitor.tables import Choice, plain, view
+    from noloco_p2p.monitor.watcher import Own, snapshot
 
-    def own_fault() -> str:
-        """Return why the peer on this machine cannot announce itself, because others cannot know. "" if it can."""
+    def own() -> Own:
         with suppress(SettingsError):
             reply = ask(settings.state_dir, "status", timeout_s=OWN_S)
-            if reply and reply.get("spec_digest") == entry.spec_digest and not reply.get("is_announced", True):
-                return reply["last_fault"]
-        return ""
+            if reply and reply.get("spec_digest") == entry.spec_digest:
+                return Own(reply["peer_id"], "" if reply["is_announced"] else reply["last_fault"])
+        return Own()
 
-    if fault := own_fault():
+    if fault := own().fault:
         log.warning("%s", fault)
     choice = Choice(sort, words, descending)
     if web:
-        uvloop.run(_serve(entry, listen or DEFAULT_WEB, own_fault))
+        uvloop.run(_serve(entry, listen or DEFAULT_WEB, own))
         return
     if watch:
-        uvloop.run(_watch(entry, choice, interval_s, own_fault, as_json=as_json))
+        uvloop.run(_watch(entry, choice, interval_s, own, as_json=as_json))
         return
-    from noloco_p2p.monitor.watcher import snapshot
-
-    swarm = uvloop.run(snapshot(entry, own_fault))
+    swarm = uvloop.run(snapshot(entry, own))
     if as_json:
         print_json(swarm)
     elif sys.stdout.isatty():
@@ -89,20 +87,14 @@ def monitor(
         print("\n".join(plain(swarm, choice)))
 
 
-async def _watch(
-    entry: Ticket, choice: Choice, interval_s: float, own_fault: Callable[[], str], *, as_json: bool
-) -> None:
+async def _watch(entry: Ticket, choice: Choice, interval_s: float, own: Callable[[], Own], *, as_json: bool) -> None:
     from noloco_p2p.monitor.tables import plain
-    from noloco_p2p.monitor.watcher import Watcher
-    from noloco_p2p.swarm.directory import find_somebody, reader
+    from noloco_p2p.monitor.watcher import watching
 
     console = terminal()
-    watcher = Watcher(entry, own_fault)
-    async with reader(entry) as directory:
-        if console.is_terminal and not as_json:
-            print(f"looking for live peers of run {entry.run_name}", flush=True)
-        await find_somebody(entry, directory)
-
+    if console.is_terminal and not as_json:
+        print(f"looking for live peers of run {entry.run_name}", flush=True)
+    async with watching(entry, own) as (watcher, directory):
         if console.is_terminal and not as_json:
             await _draw(console, choice, interval_s, lambda: watcher.look(directory))
             return
@@ -134,14 +126,13 @@ async def _draw(console: Any, choice: Choice, interval_s: float, look: Callable[
     console.print(headlines(swarm)[0], markup=False, highlight=False)
 
 
-async def _serve(entry: Ticket, listen: str, own_fault: Callable[[], str]) -> None:
-    from noloco_p2p.monitor.watcher import Watcher
+async def _serve(entry: Ticket, listen: str, own: Callable[[], Own]) -> None:
+    from noloco_p2p.monitor.watcher import watching
     from noloco_p2p.monitor.web import serve
-    from noloco_p2p.settings import split_address
-    from noloco_p2p.swarm.directory import find_somebody, reader
+    from noloco_p2p.settings import THIS_MACHINE, split_address
 
     try:
-        host, port = split_address(listen)
+        host, port = split_address(listen, host=THIS_MACHINE)
     except ValueError as error:
         raise SettingsError(f"--listen: {error}") from None
     task = asyncio.current_task()
@@ -149,9 +140,6 @@ async def _serve(entry: Ticket, listen: str, own_fault: Callable[[], str]) -> No
     for signum in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(signum, task.cancel)
     with suppress(asyncio.CancelledError):
-        async with reader(entry) as directory:
-            print(f"looking for live peers of run {entry.run_name}", flush=True)
-            await find_somebody(entry, directory)
-            await serve(
-                Watcher(entry, own_fault), directory, host=host, port=port, say=lambda line: print(line, flush=True)
-            )
+        print(f"looking for live peers of run {entry.run_name}", flush=True)
+        async with watching(entry, own) as (watcher, directory):
+            await serve(watcher, directory, host=host, port=port, say=lambda line: print(line, flush=True))

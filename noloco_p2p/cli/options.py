@@ -12,16 +12,32 @@ from typing import Annotated, Any, cast, get_type_hints
 
 import typer
 from pydantic.fields import FieldInfo
+from typer.core import TyperCommand
 
-from noloco_p2p.cli import entry
 from noloco_p2p.errors import SettingsError
-from noloco_p2p.settings import Flag, PeerSettings, kind_of
+from noloco_p2p.settings import GROUPS, Flag, PeerSettings, kind_of
+from noloco_p2p.ticket import contents
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Changes = Annotated[
     list[str] | None,
     typer.Option("--set", help="Set a field of the spec: KEY=VALUE, for example outer.alpha=0.3. Can be repeated."),
 ]
+
+
+class Grouped(TyperCommand):
+    """A command whose help has the flags of settings in their groups."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        sections = dict[str, list[tuple[str, str]]]({"Arguments": [], "Options": []} | {name: [] for name in GROUPS})
+        for parameter in self.get_params(ctx):
+            if record := parameter.get_help_record(ctx):
+                kind = "Arguments" if parameter.param_type_name == "argument" else "Options"
+                sections[getattr(parameter, "rich_help_panel", None) or kind].append(record)
+        for name, records in sections.items():
+            if records:
+                with formatter.section(name):
+                    formatter.write_dl(records)
 
 
 def takes_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -40,7 +56,7 @@ def takes_settings(*names: str) -> Callable[[Callable[..., None]], Callable[...,
             given = {name: arguments.pop(name) for name in fields}
             for name, value in given.items():
                 if isinstance(value, list):  # empty if the flag was not given
-                    given[name] = [entry.resolve(word) for word in value] or None
+                    given[name] = [contents(word) for word in value] or None
             verb(**arguments, settings=PeerSettings.load(given))
 
         parameters: list[inspect.Parameter] = []
@@ -60,7 +76,8 @@ def _option(name: str, field: FieldInfo) -> inspect.Parameter:
     flag, kind = Flag.of(name, field), kind_of(field.annotation)
     kind = list[str] if kind in (tuple, dict) else kind
     text = f"{field.description}  [default: {flag.default}]" if flag.default else field.description
-    option = typer.Option(None, flag.name, metavar=flag.metavar, help=text, show_default=False)
+    group = next(group for group, names in GROUPS.items() if name in names)
+    option = typer.Option(None, flag.name, metavar=flag.metavar, help=text, show_default=False, rich_help_panel=group)
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=kind | None)
 
 

@@ -66,7 +66,12 @@ def init(
         found = StageNeeds.of(spec, stages, folders=settings.models)
         spec, needs = found.spec, found.lines()
     elif spec.model.pretrained or spec.model.lora.rank:
-        needs = [f"to see what it costs a peer, run: noloco doctor {file}"]  # which reads the model's config
+        from noloco_p2p.trainer.needs import Sizes
+
+        is_here = not spec.model.pretrained or spec.model.pretrained in settings.models  # the hub may be slow
+        sizes = Sizes.of(spec.model, folders=settings.models) if is_here else None
+        needs = sizes.lines(spec) if sizes else []
+        needs.append(f"to see what it costs a peer, run: noloco doctor {file}")  # which reads the model's config
     else:
         from noloco_p2p.trainer.needs import Counts, estimate
 

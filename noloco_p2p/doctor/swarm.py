@@ -15,22 +15,22 @@ from noloco_p2p.control import ask
 from noloco_p2p.devices import has_own_memory
 from noloco_p2p.doctor import Check
 from noloco_p2p.errors import DirectoryError, NolocoError, PeerError
-from noloco_p2p.gossip.frames import Hello, StateChunk, StateManifest, WantChunks, WantManifest
+from noloco_p2p.gossip.frames import StateChunk, StateManifest, WantChunks, WantManifest
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net.client import GrpcTransport
-from noloco_p2p.net.session import Session
 from noloco_p2p.peer.run_folder import remembered_ports
+from noloco_p2p.peer_name import named
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.spec import Spec, TrainerSpec
 from noloco_p2p.swarm.clock import Offset
 from noloco_p2p.swarm.dial_back import DialBack
 from noloco_p2p.swarm.directory import LOOK_TIMEOUT_S, SwarmDirectory, find_somebody, reader
-from noloco_p2p.telemetry.console import count, counted, mib, named
+from noloco_p2p.telemetry.console import count, counted, mib
 from noloco_p2p.ticket import Ticket
 from noloco_p2p.trainer.compute import choose_device
 from noloco_p2p.trainer.cut import link_tokens_per_s
 from noloco_p2p.trainer.model import count_parameters
-from noloco_p2p.trainer.needs import USUAL_BYTES_PER_S, Counts, estimate, memory_limit
+from noloco_p2p.trainer.needs import USUAL_BYTES_PER_S, Counts, Sizes, estimate, memory_limit
 from noloco_p2p.trainer.stage_choice import StageNeeds
 from noloco_p2p.transfer.fetch import MESSAGE_TIMEOUT_S, fetch_spec
 from noloco_p2p.transfer.fetch import ask as ask_peer
@@ -65,9 +65,7 @@ async def examine(ticket: Ticket, settings: PeerSettings) -> AsyncIterator[Check
         for peer_id, offset in list(directory.dialer.offsets.items())[:1]:
             yield clock(peer_id, offset)
         yield await _dialled_back(directory, peers, settings, local)
-        session = Session(directory.identity, ticket.invitation)
-        hello = Hello(directory.peer_id, ticket.run_name, ticket.spec_digest)
-        transport = GrpcTransport(lambda: hello, session=session, guard=directory.node.guard)
+        transport = GrpcTransport.from_outside(ticket, directory.identity, directory.node.guard)
         manifest, bytes_per_s, bandwidth = await _download(peers, transport)
         yield bandwidth
         if manifest is None:
@@ -170,10 +168,12 @@ async def _download(peers: Sequence[Candidate], transport: GrpcTransport) -> tup
                     if time.monotonic() - began_s > DOWNLOAD_S:
                         break
         except (NolocoError, TimeoutError) as error:
-            faults.append(f"{named(peer.peer_id)}: {error or 'too slow'}")
+            faults.append(f"{named(peer.peer_id, peer.name)}: {error or 'too slow'}")
             continue
         speed = num_bytes / max(time.monotonic() - began_s, 1e-6)
-        text = f"{mib(speed)}/s from {named(peer.peer_id)} (download; the state is {mib(manifest.num_bytes)})"
+        text = (
+            f"{mib(speed)}/s from {named(peer.peer_id, peer.name)} (download; the state is {mib(manifest.num_bytes)})"
+        )
         slow = "over a slow link, swaps carry small parts of the weights, so replicas drift apart; use a smaller model"
         return manifest, speed, Check.of("bandwidth", text, slow, warns=speed < SLOW_LINK_BYTES_PER_S)
     why = "no peer served a chunk of its state: " + ("; ".join(faults) or NOBODY)
@@ -188,7 +188,10 @@ def model(spec: TrainerSpec, settings: PeerSettings, *, download_bytes_per_s: fl
         counts = count_parameters(spec.model, sequence_length=spec.data.sequence_length, folders=settings.models)
     except NolocoError as error:
         return [Check("the model", "failed", str(error), "pass the folder of the model with --model NAME=FOLDER")]
-    return [needs(spec, counts, settings, link_bytes_per_s=download_bytes_per_s)]
+    found = [needs(spec, counts, settings, link_bytes_per_s=download_bytes_per_s)]
+    if (spec.model.pretrained or spec.model.lora.rank) and (sizes := Sizes.of(spec.model, folders=settings.models)):
+        found.append(Check("GPUs", "ok", "\n".join(sizes.lines(spec))))
+    return found
 
 
 def needs(spec: Spec, counts: Counts, settings: PeerSettings, *, link_bytes_per_s: float | None = None) -> Check:

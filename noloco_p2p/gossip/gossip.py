@@ -11,8 +11,9 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections import deque
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field
+from statistics import median_low
 
 from noloco_p2p.errors import CorruptPayload, PeerError, Refused, TimedOut, Unreachable
 from noloco_p2p.gossip.coder import Coder
@@ -23,8 +24,9 @@ from noloco_p2p.gossip.seams import Candidate, FrameStream, Outside
 from noloco_p2p.gossip.swap import Counts, Diverged, Ended, Shared, Swap, send_within
 from noloco_p2p.gossip.units import Slice
 from noloco_p2p.owned_tasks import OwnedTasks
+from noloco_p2p.peer_name import named
 from noloco_p2p.rates import Rates
-from noloco_p2p.telemetry.console import named
+from noloco_p2p.telemetry.console import counted
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +43,10 @@ ROUND_TRIPS = 10  # in which it travels at least
 # (benchmarks/link_use.py).
 MOST_APART = 0.25
 MOST_FURTHEST = 2  # times the distance at which an honest peer refuses; both train on while an offer travels
-HELD_UP = 4  # times the usual duration of a swap: a longer one costs its partner as many credits
+# Times the usual duration of a swap: a longer one costs its partner as many credits. Half of it would also charge
+# honest partners with slower links.
+HELD_UP = 8
+PARTNERS = 8  # whose last swaps say what is usual
 SWAP_ID_BYTES = 16
 REMEMBERED_ANSWERS = 256
 COST_SHARE = 0.02  # of the time that copying, coding and adding may take with `min_inner_steps = "auto"`
@@ -61,7 +66,7 @@ class Link:
     elements_per_s: float = 0.0
     round_trip_s: float = 0.0  # the shortest of the last ones
     cost_s: float = 0.0  # CPU time for coding a slice
-    swap_s: float = 0.0  # from the agreement to the commit
+    swaps_s: OrderedDict[str, float] = field(default_factory=OrderedDict)  # the last one with each partner, in total
     moved_s: float = 0.0  # of all swaps
     swaps: deque[tuple[float, float]] = field(default_factory=deque)  # when each of the last ones moved, from and to
     answers_s: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED_ANSWERS))
@@ -71,11 +76,18 @@ class Link:
         self.answers_s.append(seconds)
         self.round_trip_s = min(self.answers_s)
 
+    def usual_s(self, partner: str) -> float:
+        """Return how long swaps with other partners usually take, from the agreement to the commit, or 0."""
+        return median_low([seconds for peer, seconds in self.swaps_s.items() if peer != partner] or [0.0])
+
     def committed(self, num_elements: int, swap: Swap, began_s: float, now_s: float) -> None:
         share = SMOOTHING if self.elements_per_s else 1.0
         self.elements_per_s += share * (num_elements / max(swap.sent_s, 1e-6) - self.elements_per_s)
         self.cost_s += share * (swap.cost_s - self.cost_s)
-        self.swap_s += share * (now_s - began_s - self.swap_s)
+        self.swaps_s.pop(swap.partner, None)
+        self.swaps_s[swap.partner] = now_s - began_s
+        if len(self.swaps_s) > PARTNERS:
+            self.swaps_s.popitem(last=False)
         self.moved_s += now_s - swap.moving_s
         self.swaps.append((swap.moving_s, now_s))
         while self.swaps[0][1] < now_s - MINUTE_S:
@@ -374,7 +386,8 @@ class Gossip:
         if abs(apart) > self._outside.spec.furthest:
             who = "you are" if apart < 0 else "I am"
             return Refuse(RefuseCode.STALE, f"{who} {100 * abs(apart):.1f} % of the run behind", STALE_RETRY_S)
-        if self._pairing.shares.has_had(caller) and not self._is_idle():
+        has_had = self._pairing.shares.has_had(caller)
+        if has_had and (not self._is_idle() or self._pairing.avoids(caller, self._directory.live())):
             return Refuse(RefuseCode.OVER_SHARE, "you have had your share of my swaps", SHARE_RETRY_S)
         return None
 
@@ -449,8 +462,9 @@ class Gossip:
             if not is_committed:
                 self._ages.end(swap.part, mixed_at=None)
             self._free_since_s = self._loop.time()
-            if (held_s := self._free_since_s - began_s) > HELD_UP * self.link.swap_s > 0:
-                self._pairing.shares.held_up(swap.partner, held_s / self.link.swap_s)
+            usual_s = self.link.usual_s(swap.partner)
+            if (held_s := self._free_since_s - began_s) > HELD_UP * usual_s > 0:
+                self._pairing.shares.held_up(swap.partner, held_s / usual_s)
             self._running.remove(swap)
             await self._shared.tell_change()
 
@@ -470,8 +484,12 @@ class Gossip:
             self._outside.on_corrupt(partner, str(error))
 
     def _note(self, peer: str, what: str, error: PeerError) -> None:
-        self.counts.last_failure = f"{named(peer)}: {what}: {error}" + (f"; {error.advice}" if error.advice else "")
-        log.info("%s: %s: %s", named(peer), what, error)
+        live = self._directory.live()
+        who = next((named(peer, each.name) for each in live if each.peer_id == peer), named(peer))
+        num_failing = self._pairing.num_failing(live)
+        share = f"swaps with {num_failing} of {counted(len(live), 'live peer')} fail: " if num_failing else ""
+        self.counts.last_failure = f"{who}: {what}: {error}; {share}{error.advice[num_failing >= len(live)]}"
+        log.info("%s: %s: %s", who, what, error)
 
 
 def _is_possible(standing: Standing) -> bool:

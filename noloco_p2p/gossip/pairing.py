@@ -3,7 +3,8 @@
 Without a limit, a peer that constantly makes offers to everybody would be this peer's partner most of the time. So this
 peer keeps an account for each authenticated peer id. A swap costs one credit, regardless of who made the offer. Each
 swap of this peer adds 1.35 / (live - 1) credits to every account. Offers from a peer with less than one credit are
-refused. A swap that holds this peer up costs as much as the swaps that it could have made meanwhile.
+refused. A swap that holds this peer up costs as much as the swaps that it could have made meanwhile, whether or not it
+is committed in the end.
 
 This peer draws all other peers with equal probability, except that a peer with a negative balance is drawn only if
 there is no other. Otherwise, a peer that is always free would be found more often than the others.
@@ -45,14 +46,15 @@ class Pairing:
     def next(self, live: Sequence[Candidate], now_s: float) -> Candidate | None:
         """Return the peer to ask, or None if there is none at the moment.
 
-        A peer that has had more than its share of swaps is asked only if there is no other.
+        A peer that has had more than its share of swaps is asked only if no other may be asked now, and one that has
+        held this peer up only if there is no other.
         """
-        free = [peer for peer in self._eligible(live) if self._retry_at_s.get(peer.peer_id, 0.0) <= now_s]
+        free = [peer for at_s, peer in self._free_at_s(live) if at_s <= now_s]
         return self._rng.choice([peer for peer in free if not self.shares.owes(peer.peer_id)] or free) if free else None
 
     def wait_s(self, live: Sequence[Candidate], now_s: float) -> float:
         """Return the number of seconds until a peer may be asked, at most MOST_RETRY_S, as new peers may appear."""
-        waits = (self._retry_at_s.get(peer.peer_id, 0.0) - now_s for peer in self._eligible(live))
+        waits = (at_s - now_s for at_s, _ in self._free_at_s(live))
         return max(0.0, min(waits, default=MOST_RETRY_S))
 
     def began(self, peer_id: str, live: Sequence[Candidate], *, num_live: int) -> None:
@@ -81,6 +83,10 @@ class Pairing:
         self._away[peer_id] = None
         self._wait(peer_id, now_s + FAILED_RETRY_S)
 
+    def num_failing(self, live: Iterable[Candidate]) -> int:
+        """Return how many peers could not be reached or failed when they were tried last."""
+        return sum(self._away.get(peer.peer_id, self) is None for peer in live)
+
     def may_come(self, live: Iterable[Candidate]) -> bool:
         """Return whether any peer is training, as far as its record and its last answer say."""
         return any(
@@ -94,6 +100,17 @@ class Pairing:
             forgotten, _ = self._retry_at_s.popitem(last=False)
             self._refusals.pop(forgotten, None)
             self._away.pop(forgotten, None)
+
+    def avoids(self, peer_id: str, live: Sequence[Candidate]) -> bool:
+        """Return whether a peer has held this one up, and there are others."""
+        slow = self.shares.is_slow
+        return slow(peer_id) and any(
+            not slow(peer.peer_id) and peer.peer_id not in self._away for peer in self._eligible(live)
+        )
+
+    def _free_at_s(self, live: Sequence[Candidate]) -> list[tuple[float, Candidate]]:
+        asked = [peer for peer in self._eligible(live) if not self.avoids(peer.peer_id, live)]
+        return [(self._retry_at_s.get(peer.peer_id, 0.0), peer) for peer in asked]
 
     def _eligible(self, live: Sequence[Candidate]) -> list[Candidate]:
         return [
@@ -140,6 +157,10 @@ class Shares:
     def owes(self, peer_id: str) -> bool:
         """Return whether a peer has had more than its share of swaps."""
         return self._account(peer_id) < 0.0
+
+    def is_slow(self, peer_id: str) -> bool:
+        """Return whether a peer has held this one up, and has not made up for it."""
+        return self._account(peer_id) < LEAST
 
     def _charge(self, peer_id: str, amount: float, *, least: float) -> None:
         account = self._account(peer_id)

@@ -30,6 +30,7 @@ class Candidate:
     stage: int = 0  # its stage, in a run with stages
     capacity: float = 0.0  # tokens/s that its stage can process; 0 = not measured yet
     loss: float | None = None  # its mean training loss, according to itself
+    name: str = ""  # chosen by itself
     nearby: str = ""  # HOST:PORT on the local network, which is tried first, if it seems to be behind the same router
 
 

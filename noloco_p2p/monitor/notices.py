@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import median
 
 from noloco_p2p.swarm.dial_back import OPEN, Reach
-from noloco_p2p.telemetry.console import counted, duration, named, numbered_stages, percent
+from noloco_p2p.telemetry.console import counted, duration, numbered_stages, percent
 from noloco_p2p.telemetry.metrics import FAILED
 from noloco_p2p.telemetry.totals import Row, is_living, is_training
 
@@ -62,9 +62,7 @@ def _broken(stages: Sequence[Row], living: Sequence[Row], directory_age_s: float
 
 
 def _lost(rows: Sequence[Row]) -> Iterator[str]:
-    lost = sorted(
-        (row["age_s"], row["peer_id"]) for row in rows if row["health"] == "gone" and row["age_s"] <= WINDOW_S
-    )
+    lost = sorted((row["age_s"], row["shown"]) for row in rows if row["health"] == "gone" and row["age_s"] <= WINDOW_S)
     if lost:
         yield (
             f"Lost {counted(len(lost), 'peer')} that left without notice: {_names([peer for _, peer in lost])}. "
@@ -78,7 +76,7 @@ def _lost(rows: Sequence[Row]) -> Iterator[str]:
 def _swapping(training: Sequence[Row], lately: Mapping[str, int]) -> Iterator[str]:
     """Yield notices about peers that do not swap, about swaps that fail, and about weights that are far apart."""
     num_mates = Counter(row["stage"] for row in training)
-    quiet = [row["peer_id"] for row in training if row["quiet_s"] > WINDOW_S and num_mates[row["stage"]] > 1]
+    quiet = [row["shown"] for row in training if row["quiet_s"] > WINDOW_S and num_mates[row["stage"]] > 1]
     if quiet:
         yield (
             f"{counted(len(quiet), 'peer')} did not swap for {duration(WINDOW_S)}: {_names(quiet)}. "
@@ -91,7 +89,7 @@ def _swapping(training: Sequence[Row], lately: Mapping[str, int]) -> Iterator[st
         share, window = percent(num_failed / attempts), duration(WINDOW_S)
         yield f"{share} of the swaps in the last {window} failed, mostly because {cause}."
     for stage in num_mates:
-        apart = {row["peer_id"]: row["apart"] or 0.0 for row in training if row["stage"] == stage}
+        apart = {row["shown"]: row["apart"] or 0.0 for row in training if row["stage"] == stage}
         usual = median(apart.values())
         if len(apart) >= ENOUGH_PEERS and usual and (far := [p for p, own in apart.items() if own > ASTRAY * usual]):
             yield f"The weights of {_names(far)} are far from those of the other replicas."
@@ -114,4 +112,4 @@ def _remarks(living: Sequence[Row], num_estimated: int | None) -> Iterator[str]:
 
 
 def _names(peers: Sequence[str]) -> str:
-    return ", ".join(map(named, peers[:NAMED])) + (" and others" if len(peers) > NAMED else "")
+    return ", ".join(peers[:NAMED]) + (" and others" if len(peers) > NAMED else "")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from noloco_p2p.errors import SettingsError
 from noloco_p2p.monitor.watcher import Health
-from noloco_p2p.telemetry.console import aligned, cells, count, duration, loss, mib, named, percent
+from noloco_p2p.telemetry.console import aligned, cells, count, duration, loss, mib, percent
 from noloco_p2p.telemetry.metrics import FAILED, IN_COLUMNS, METRICS
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ LEVELS = {"bad": "bold red", "warn": "yellow", "info": "dim"}
 MAX_NOTICES = 4
 STAGES_SHARE = 3  # the table of stages uses at most a third of the height
 IN_HEADLINE = 4  # values of the swarm; the others are on the second line
+HERE = " (here)"  # on this machine
 GAP = 2  # between two columns
 
 
@@ -37,7 +38,6 @@ FORMATS: dict[str, Callable[[Any], str]] = {  # by unit
     "tokens/s": count,
     "tokens": count,
     "bytes": mib,
-    "peer id": named,
     "s": duration,
     "fraction": percent,
     "swaps/min": _number,
@@ -88,9 +88,10 @@ def _field(name: str, rank: int, key: str = "", **more: Any) -> Column:
     return Column(name, rank, lambda row: row[key or name], **more)
 
 
-PEER = _field("peer", 0, "peer_id", format=named, is_text=True)
+PEER = Column(
+    "peer", 0, lambda peer: peer["name"].casefold(), lambda peer: peer["shown"] + HERE * peer["is_own"], is_text=True
+)
 STAGE_OF_PEER = _field("stage", 1)
-NAME_OF_PEER = _field("name", 4, is_text=True)
 COLUMNS = (
     Column("state", 0, _state_key, _state, is_text=True),
     *(
@@ -99,17 +100,17 @@ COLUMNS = (
             about.shown.rank,
             name,
             format=FORMATS.get(about.unit, str),
-            is_text=about.kind == "text",
         )
         for name, about in ((name, METRICS[name]) for name in IN_COLUMNS)
     ),
+    _field("last with", 5, "last_shown", is_text=True),
     _field("moves others", 8, "moves_others", format=percent),
     _field("reach", 13, "reachability", is_text=True),
     _field("version", 10, "software", is_text=True),
     _field("heard", 0, "age_s", format=lambda age_s: f"{duration(age_s)} ago"),
     Column("failed", 11, lambda p: sum(p["failed"].values()), lambda p: _failures(p["failed"]) or "-", is_text=True),
 )
-BY_NAME = {column.name: column for column in (PEER, *COLUMNS, STAGE_OF_PEER, NAME_OF_PEER)}
+BY_NAME = {column.name: column for column in (PEER, *COLUMNS, STAGE_OF_PEER)}
 STAGE_COLUMNS = (
     _field("stage", 0, format=lambda stage: f"{stage}{'' if stage else ' (head)'}", is_text=True),
     _field("peers", 0, format=lambda number: str(number or "empty")),
@@ -124,13 +125,12 @@ STAGE_COLUMNS = (
 
 
 def columns_of(swarm: Row) -> tuple[Column, ...]:
-    """Return the columns of the table of peers, with stages and names only if there are any.
+    """Return the columns of the table of peers, with the stage only if there are stages.
 
-    The state follows the name, because its letters separate a name in a right-to-left script from the numbers.
+    The state follows the peer, because its letters separate a name in a right-to-left script from the numbers.
     """
-    stage = (STAGE_OF_PEER,) if swarm["stages"] else ()
-    name = (NAME_OF_PEER,) if any(peer["name"] for peer in swarm["peers"]) else ()
-    return (PEER, *stage, *name, *COLUMNS)
+    state, *others = COLUMNS
+    return (PEER, state, *((STAGE_OF_PEER,) if swarm["stages"] else ()), *others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ class Choice:
 
     def of(self, peers: Sequence[Row]) -> list[Row]:
         value, words = BY_NAME[self.sort].value, self.words.lower()
-        names = ("peer_id", "name", "state", "paused_by", "health", "last_partner", "reachability", "software")
+        names = ("peer_id", "shown", "state", "paused_by", "health", "last_shown", "reachability", "software")
         chosen = [peer for peer in peers if not words or any(words in peer[name].lower() for name in names)]
         known = [peer for peer in chosen if value(peer) not in (None, "")]
         known.sort(key=value, reverse=self.descending)
@@ -189,7 +189,9 @@ def values(swarm: Row, *, left_s: float | None = None) -> Iterator[dict[str, str
 
 
 def headlines(swarm: Row) -> list[str]:
-    """Return two lines about the whole swarm: `run tiny | peers alive 3 (1 gone) | loss 1.498 (1.4 to 1.6) | ..`."""
+    """Return lines about the whole swarm: `run tiny | peers alive 3 (1 gone) | loss 1.498 (1.4 to 1.6) | ..`, more
+    values, and the model and the data if they are known.
+    """
     shown = [
         f"{value['name']} {value['text']}" + (f" ({value['details']})" if value["details"] else "")
         if value["text"] != "-"
@@ -197,7 +199,8 @@ def headlines(swarm: Row) -> list[str]:
         for value in values(swarm)
     ]
     first, second = shown[:IN_HEADLINE], shown[IN_HEADLINE:]
-    return [" | ".join(filter(None, line)) for line in ([f"run {swarm['run']}", *first], second)]
+    lines = [" | ".join(filter(None, line)) for line in ([f"run {swarm['run']}", *first], second)]
+    return [*lines, swarm["about"]] if swarm["about"] else lines
 
 
 def view(swarm: Row, choice: Choice, *, width: int, height: int) -> Group:
@@ -206,7 +209,8 @@ def view(swarm: Row, choice: Choice, *, width: int, height: int) -> Group:
     from rich.text import Text
 
     peers = choice.of(swarm["peers"])
-    lines: list[Text] = [Text(line, style=style) for line, style in zip(headlines(swarm), ("bold", "dim"), strict=True)]
+    first, *others = headlines(swarm)
+    lines = [Text(first, style="bold"), *(Text(line, style="dim") for line in others)]
     told = swarm["notices"][:MAX_NOTICES] or [{"level": "info", "text": "All is well."}]
     lines += [Text(notice["text"], style=LEVELS[notice["level"]]) for notice in told]
     more = "and {} more: use --filter, --sort or a larger window"

@@ -8,22 +8,29 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import fmean, median
-from typing import Any
+from typing import Any, NamedTuple
 
+from noloco_p2p.errors import Unreachable
 from noloco_p2p.monitor.notices import WINDOW_S, notices
-from noloco_p2p.spec import MAX_STAGES
+from noloco_p2p.net.client import GrpcTransport
+from noloco_p2p.peer_name import named
+from noloco_p2p.presets import describe_size
+from noloco_p2p.spec import MAX_STAGES, TrainerSpec
 from noloco_p2p.swarm.clock import DhtClock
 from noloco_p2p.swarm.directory import WHOLE_S, SwarmDirectory, find_somebody, reader
 from noloco_p2p.swarm.records import SERVING, TTL_S, PeerRecord
 from noloco_p2p.telemetry.metrics import FAILED, RECORDED
 from noloco_p2p.telemetry.totals import TOTALS, is_living
 from noloco_p2p.ticket import Ticket
+from noloco_p2p.transfer.fetch import fetch_spec
 
 SUMMARY_VERSION = 1
+ABOUT_S = 5.0  # for the spec
 SETTLE_S = 2.0  # wait after the first record; the others arrive with the same read or the next one
 SILENT_AFTER_S = 35.0  # after this long without a new record, a peer has missed two announcements
 LEAVING_FOR_S = 20.0  # after being in the state "leaving" for this long, a peer counts as having left
@@ -79,6 +86,7 @@ class Member:
         return {
             "peer_id": record.peer_id,
             "name": record.name,
+            "shown": named(record.peer_id, record.name),
             "health": str(Health.of(record.state, age_s)),
             "state": record.state,
             "paused_by": record.paused_by if record.state == "paused" else "",
@@ -96,19 +104,27 @@ class Member:
         }
 
 
+class Own(NamedTuple):
+    """The peer of the run on this machine, and why it cannot announce itself. Both are "" if there is none."""
+
+    peer_id: str = ""
+    fault: str = ""
+
+
 class Watcher:
     """Observes one run. Each `look` reads the current records of the directory, and returns a summary.
 
     `members` are the peers that have been seen. `meetings` are swaps between two peers: the Unix time at which a peer
-    first reported the swap, the peer, and its partner. `own_fault` returns why the peer on this machine cannot announce
-    itself, or "".
+    first reported the swap, the peer, and its partner. `own` returns the peer on this machine. `about` describes the
+    model and the data.
     """
 
-    def __init__(self, ticket: Ticket, own_fault: Callable[[], str] = str) -> None:
+    def __init__(self, ticket: Ticket, own: Callable[[], Own] = Own) -> None:
+        self.about = ""
         self.members: dict[str, Member] = {}
         self.meetings: deque[tuple[float, str, str]] = deque(maxlen=MAX_MEETINGS)
         self._ticket = ticket
-        self._own_fault = own_fault
+        self._own = own
         self._clock = DhtClock()  # what this machine's clock said at the start, because a later jump must not count
         self._counts: Counter[str] = Counter()  # since this watcher was created
         self._window: deque[tuple[float, Counter[str]]] = deque()
@@ -120,7 +136,7 @@ class Watcher:
             directory_age_s=directory.read_age_s(),
             now_s=self._clock.now(),
             num_estimated=headcount.others if headcount.is_estimate else None,
-            own_fault=self._own_fault(),
+            own=self._own(),
         )
 
     def take(
@@ -130,7 +146,7 @@ class Watcher:
         directory_age_s: float,
         now_s: float,
         num_estimated: int | None = None,
-        own_fault: str = "",
+        own: Own = Own(),  # noqa: B008 - it is immutable
     ) -> dict[str, Any]:
         """Take the records and their ages, and return a summary of the swarm as JSON values.
 
@@ -145,6 +161,10 @@ class Watcher:
         while len(self._window) > 1 and now_s - self._window[0][0] > WINDOW_S:
             self._window.popleft()
         rows = [member.row(now_s=now_s) for _, member in sorted(self.members.items())]
+        shown = {row["peer_id"]: row["shown"] for row in rows}
+        for row in rows:
+            row["is_own"] = row["peer_id"] == own.peer_id
+            row["last_shown"] = shown.get(last, named(last)) if (last := row["last_partner"]) else ""
         stages = stage_rows([row for row in rows if is_living(row)])
         lately = {name: self._counts[name] - self._window[0][1][name] for name in COUNTED}
         health = Counter(row["health"] for row in rows)
@@ -152,6 +172,7 @@ class Watcher:
             "version": SUMMARY_VERSION,
             "run": self._ticket.run_name,
             "spec_digest": self._ticket.spec_digest,
+            "about": self.about,
             "time_s": round(now_s, 3),
             "directory_age_s": round(directory_age_s, 1),
             "estimate": num_estimated,
@@ -167,7 +188,7 @@ class Watcher:
                 lately=lately,
                 directory_age_s=directory_age_s,
                 num_estimated=num_estimated,
-                own_fault=own_fault,
+                own_fault=own.fault,
             ),
             "peers": rows,
         }
@@ -219,10 +240,33 @@ def stage_rows(living: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(found, key=lambda row: (row["capacity"], row["stage"]))
 
 
-async def snapshot(ticket: Ticket, own_fault: Callable[[], str] = str) -> dict[str, Any]:
-    """Read the swarm once, and return its summary. Raises Unreachable if no peer of the run is found."""
+@asynccontextmanager
+async def watching(ticket: Ticket, own: Callable[[], Own] = Own) -> AsyncIterator[tuple[Watcher, SwarmDirectory]]:
+    """Find the swarm, and yield a watcher and the directory to look at. Raises Unreachable if no peer is found."""
+    watcher = Watcher(ticket, own)
     async with reader(ticket) as directory:
         await find_somebody(ticket, directory)
+        watcher.about = await _about(ticket, directory)
+        yield watcher, directory
+
+
+async def _about(ticket: Ticket, directory: SwarmDirectory) -> str:
+    """Describe the model and the data according to the spec, which one peer is asked for. "" if none answers."""
+    transport = GrpcTransport.from_outside(ticket, directory.identity, directory.node.guard)
+    peers = [peer for peer in directory.live() if peer.can_be_called]
+    try:
+        async with asyncio.timeout(ABOUT_S):
+            spec = await fetch_spec(transport, peers, expected_digest=ticket.spec_digest)
+    except (TimeoutError, Unreachable):
+        return ""
+    if not isinstance(spec, TrainerSpec):
+        return "a model of a training script"
+    return f"{describe_size(spec)}, trained on {', '.join(part.source for part, _ in spec.data.parts())}"
+
+
+async def snapshot(ticket: Ticket, own: Callable[[], Own] = Own) -> dict[str, Any]:
+    """Read the swarm once, and return its summary. Raises Unreachable if no peer of the run is found."""
+    async with watching(ticket, own) as (watcher, directory):
         await asyncio.sleep(SETTLE_S)
         await directory.wait_until_whole(WHOLE_S)
-        return Watcher(ticket, own_fault).look(directory)
+        return watcher.look(directory)

@@ -54,7 +54,7 @@ HEADERS = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
 }
-WIDE_RANK = 5  # columns with this rank or a higher one appear only in wide windows
+WIDE_RANK, WIDEST_RANK = 5, 10  # columns with this rank or a higher one appear only in wide windows
 PAGE_PEERS = 50  # rows of the table
 MANY_PEERS = 40  # with more peers, the page shows only the curves of those that match its search
 
@@ -124,7 +124,7 @@ class LiveSwarm:
         first = PAGE_PEERS * max(0, min(number, last))
         recent = [meeting for meeting in self._meetings if meeting[0] >= swarm["time_s"] - MEETINGS_SHOWN_S]
         return {
-            **{name: swarm[name] for name in ("run", "time_s", "notices")},
+            **{name: swarm[name] for name in ("run", "about", "time_s", "notices")},
             "values": list(values(swarm, left_s=self.left_s())),
             "columns": _heads(columns),
             "rows": [
@@ -140,7 +140,11 @@ class LiveSwarm:
                 for stage in swarm["stages"]
             ],
             "graph": [
-                {"id": peer["peer_id"], **{name: peer[name] for name in ("health", "stage", "sends_to")}}
+                {
+                    "id": peer["peer_id"],
+                    "label": peer["name"] or peer["shown"],
+                    **{name: peer[name] for name in ("health", "stage", "sends_to", "is_own")},
+                }
                 for peer in swarm["peers"]
             ],
             "meetings": [[round(at_s, 1), peer, partner] for at_s, peer, partner in recent[-MAX_MEETINGS_SHOWN:]],
@@ -162,8 +166,11 @@ class LiveSwarm:
 
 
 def _heads(columns: Sequence[Column]) -> list[dict[str, str]]:
-    classes = [["text"] * column.is_text + ["wide"] * (column.rank >= WIDE_RANK) for column in columns]
-    return [{"name": column.name, "classes": " ".join(own)} for column, own in zip(columns, classes, strict=True)]
+    def classes(column: Column) -> str:
+        kinds = {"text": column.is_text, "wide": column.rank >= WIDE_RANK, "widest": column.rank >= WIDEST_RANK}
+        return " ".join(name for name, has in kinds.items() if has)
+
+    return [{"name": column.name, "classes": classes(column)} for column in columns]
 
 
 def app(swarm: LiveSwarm) -> Starlette:

@@ -18,12 +18,14 @@ from noloco_p2p.dial_guard import DialGuard
 from noloco_p2p.errors import CorruptPayload, PeerError, TimedOut
 from noloco_p2p.gossip import frames
 from noloco_p2p.gossip.seams import Candidate
+from noloco_p2p.identity import Identity
 from noloco_p2p.net import convert
 from noloco_p2p.net.connection import CallerWire, Connector, nobody_is_banned, refused
 from noloco_p2p.net.session import Session
 from noloco_p2p.net.swap_stream import SwapStream
 from noloco_p2p.net.throttle import UNLIMITED, Limits
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
+from noloco_p2p.ticket import Ticket
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +59,12 @@ class GrpcTransport:
         self._limits = limits
         self._connector = Connector(session, limits, why_banned=why_banned, guard=guard)
         self._connections = connections
+
+    @classmethod
+    def from_outside(cls, ticket: Ticket, identity: Identity, guard: DialGuard) -> GrpcTransport:
+        """Return a transport for calls from a program that is no peer of the ticket's run."""
+        hello = frames.Hello(identity.peer_id, ticket.run_name, ticket.spec_digest)
+        return cls(lambda: hello, session=Session(identity, ticket.invitation), guard=guard)
 
     async def open_swap(self, candidate: Candidate, *, timeout_s: float) -> SwapStream:
         """Connect, and open a swap stream. Once the partner has accepted an offer on it, open further connections, if

@@ -1,14 +1,21 @@
-"""Create the inner optimizer: AdamW, or Muon for matrices and AdamW for the rest. Compute its learning rate."""
+"""Create the inner optimizer: AdamW, or Muon for matrices and AdamW for the rest. Compute its learning rate.
+
+AdamW with moments of 8 bits (arXiv 2110.02861) is that of bitsandbytes (extra `lowmem`).
+"""
 
 from __future__ import annotations
 
+import logging
 import math
+import sys
 from collections.abc import Collection, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from noloco_p2p.errors import ModelError
 from noloco_p2p.optim.muon import Muon
 from noloco_p2p.spec import TrainSpec
 
@@ -26,7 +33,7 @@ def make_inner_optimizers(
     2502.16982), so that one learning rate suits both. Everything else is the same as in `make_inner_optimizer`.
     """
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
-    if train.inner_optimizer == "adamw":
+    if train.inner_optimizer != "muon":
         return [make_inner_optimizer(trainable, train)]
     chosen = {id(matrix) for matrix in matrices}
     for_muon = [parameter for parameter in trainable if id(parameter) in chosen]
@@ -50,7 +57,7 @@ def make_inner_optimizer(parameters: Iterable[Parameter], train: TrainSpec) -> t
 
     The learning rate is the peak of the schedule until the caller sets `group["lr"]` to `learning_rate(train,
     progress)`, which it must do before every step. The caller also clips gradients. Raises ValueError if no parameter
-    is trainable.
+    is trainable, and ModelError if the optimizer needs a package that is missing.
     """
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     if not trainable:
@@ -58,12 +65,32 @@ def make_inner_optimizer(parameters: Iterable[Parameter], train: TrainSpec) -> t
     matrices = [parameter for parameter in trainable if parameter.ndim >= 2 or not train.weight_decay]
     vectors = [parameter for parameter in trainable if parameter.ndim < 2 and train.weight_decay]
     groups = [{"params": matrices, "weight_decay": train.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [group for group in groups if group["params"]]
+    betas = (train.adam_beta1, train.adam_beta2)
+    if train.inner_optimizer == "adamw8bit":
+        library = bitsandbytes("train.inner_optimizer 'adamw8bit'")
+        return library.optim.AdamW8bit(groups, lr=train.learning_rate, betas=betas)
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
+        groups,
         lr=train.learning_rate,
-        betas=(train.adam_beta1, train.adam_beta2),
+        betas=betas,
         fused=all(parameter.device.type in FUSED_DEVICES for parameter in trainable) or None,
     )
+
+
+def bitsandbytes(what: str) -> Any:
+    """Import bitsandbytes, or raise ModelError, which says that `what` requires it."""
+    sys.modules.setdefault("kernels", None)  # pyright: ignore[reportArgumentType] - with it, code of the hub would run
+    log = logging.getLogger("bitsandbytes")
+    level = log.level
+    log.setLevel(logging.ERROR)  # otherwise it tells that there is no `kernels`
+    try:
+        import bitsandbytes
+    except ImportError:
+        raise ModelError(f"{what} requires the package bitsandbytes: pip install 'noloco_p2p[lowmem]'") from None
+    finally:
+        log.setLevel(level)
+    return bitsandbytes
 
 
 def learning_rate(train: TrainSpec, progress: float) -> float:

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from noloco_p2p.gossip.exchange import Committed, Exchange
 from noloco_p2p.outer.position import PartnerPositions, next_progress
 from noloco_p2p.outer.weights import Weights
+from noloco_p2p.peer_name import named
 from noloco_p2p.spec import OuterSpec, Spec
+from noloco_p2p.telemetry.console import percent
 from noloco_p2p.telemetry.metrics import Metrics
 
 SMOOTHING = 0.1  # weight of a new swap in the metrics
@@ -35,6 +37,10 @@ class Swapped:
     age_steps: int
     seconds: float
     distance: float
+
+    def __str__(self) -> str:
+        age = f"{self.age_steps} steps old"
+        return f"swapped {percent(self.share)} of the weights with {named(self.partner)} in {self.seconds:.2g} s, {age}"
 
 
 class Mixing:

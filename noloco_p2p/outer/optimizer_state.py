@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 SCALARS = {"bool": (bool, torch.bool), "int": (int, torch.int64), "float": (float, torch.float64)}
 GROUP = "group:"  # begins the keys of hyperparameters
+SCALES = {"absmax1", "absmax2", "qmap1", "qmap2"}  # fields with the code and the scales of moments of 8 bits
 DEEPEST = 4  # wrappers around one optimizer
 
 
@@ -222,7 +223,7 @@ def restore_optimizers(
     for key, tensor in tensors.items():
         field, _, name = key.partition("/")
         kind, _, field = field.rpartition(":")
-        if name not in names or not _fits(tensor, names[name]):
+        if name not in names or not (field in SCALES or _fits(tensor, names[name])):
             raise CheckpointError(
                 f"optimizer state {key} {tuple(tensor.shape)} does not match any parameter of this model"
             )

@@ -15,9 +15,9 @@ A swap can pull a peer back, against the direction in which it has moved for the
 as often ahead of a peer as behind it, but a liar can pull back in every swap. So if the cosine of a half-difference and
 that direction is below -`DRAG`, the half-difference is scaled down until it pulls back as little as with that cosine.
 
-So about two of three honest pieces are clipped. Their direction stays, and the next swaps make up for their length,
-which costs an honest swarm little. A radius of twice the median clips few honest pieces, but a liar that pulls into one
-direction in every swap then does ten times the harm (benchmarks/results/attacks.txt).
+So about three of four honest pieces are clipped. Their direction stays, and the next swaps make up for a part of their
+length. This costs an honest swarm about 1 % of the loss (benchmarks/results/attacks_trials.txt). A wider radius costs
+less, but a liar that pulls into one direction in every swap then does ten times the harm.
 """
 
 from __future__ import annotations
@@ -61,15 +61,18 @@ class UpdateFilter:
         num_pieces = sum(map(len, self._pieces.values()))
         self._norms = torch.full((PARTNERS, num_pieces), torch.nan, dtype=torch.float32, device="cpu")
         self._rows: OrderedDict[str, int] = OrderedDict()  # the row of each partner
-        self._samples: dict[int, Tensor] = {}  # of each piece, after the last mixing
-        self._paths: dict[int, Tensor] = {}  # of the samples of each piece from one mixing to the next: a running mean
+        # With a small tensor for each piece, allocated between large ones, the C library would keep as much free memory
+        # as the model takes, in parts that are too small for the next chunk.
+        self._samples = torch.full((num_pieces, SAMPLE), torch.nan, dtype=torch.float32, device="cpu")  # last mixing
+        self._paths = self._samples.clone()  # of the samples from one mixing to the next: a running mean
         self._movement = [0.0] * num_pieces  # running mean of this peer's movement between two mixings
         self._judging = threading.Lock()
 
     def begin(self, start: int, values: Tensor) -> None:
         """Record the values of the chunk that begins at `start`, from which this peer moves until the next mixing."""
         for piece, place in self._pieces[start]:
-            self._samples[piece] = _sample(values[place]).clone()
+            sample = _sample(values[place])
+            self._samples[piece, : len(sample)] = sample
 
     def judge(self, coding: Coding, partner: str, *, is_at_rest: bool = False) -> Halves:
         """Overwrite a snapshot with the half-differences of its swap, and clip them. The call is thread-safe.
@@ -115,8 +118,9 @@ class UpdateFilter:
         """Return the cosine of a half-difference and the direction in which this peer has moved, from the samples."""
         along = square = path_square = 0.0
         for piece, _, halves in places:
-            half, path = _sample(halves), self._paths.get(piece)
-            if path is not None:
+            half = _sample(halves)
+            path = self._paths[piece, : len(half)]
+            if not path[0].isnan():
                 weight = len(halves) / len(half)
                 along += weight * float(half @ path)
                 square += weight * float(half @ half)
@@ -125,10 +129,11 @@ class UpdateFilter:
 
     def _note(self, places: Sequence[tuple[int, Tensor, Tensor]]) -> None:
         for piece, own, halves in places:
+            sample, path = self._samples[piece, : len(own)], self._paths[piece, : len(own)]
             mixed = own + _sample(halves)
-            moved, path = mixed - self._samples[piece], self._paths.get(piece)
-            self._paths[piece] = moved if path is None else path.lerp(moved, PATH_SMOOTHING)
-            self._samples[piece] = mixed
+            moved = mixed - sample
+            path.copy_(moved if path[0].isnan() else path.lerp(moved, PATH_SMOOTHING))
+            sample.copy_(mixed)
 
     def _remember(self, partner: str, norms: dict[int, float]) -> None:
         row = self._rows.pop(partner, None)
@@ -143,7 +148,8 @@ class UpdateFilter:
 
     def _radius(self, piece: int, values: Tensor, usual: float, *, is_at_rest: bool) -> float:
         sample = _sample(values)
-        moved = float(torch.linalg.vector_norm(sample - self._samples[piece])) * math.sqrt(len(values) / len(sample))
+        step = sample - self._samples[piece, : len(sample)]
+        moved = float(torch.linalg.vector_norm(step)) * math.sqrt(len(values) / len(sample))
         if not (is_at_rest and self._movement[piece]):
             self._movement[piece] = _smoothed(self._movement[piece], moved)
         reach = max(moved, self._movement[piece])

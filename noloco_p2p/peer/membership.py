@@ -27,8 +27,9 @@ from noloco_p2p.outer.saved_state import read_state
 from noloco_p2p.outer.weights import vectors_of
 from noloco_p2p.peer.network import ASK_AGAIN_S, ENTER_TIMEOUT_S, AnyFlow, Network
 from noloco_p2p.peer.network_thread import START_TIMEOUT_S
+from noloco_p2p.peer_name import named
 from noloco_p2p.swarm.directory import find_somebody
-from noloco_p2p.telemetry.console import duration, named
+from noloco_p2p.telemetry.console import duration
 from noloco_p2p.ticket import Ticket
 from noloco_p2p.transfer.donor import SavedState
 from noloco_p2p.transfer.fetch import (
@@ -359,7 +360,7 @@ class Membership:
         for donor in donors[:DONORS_ASKED]:
             if difference := self._answer(find_difference(self._network.transport, donor, self._layout)):
                 raise ModelError(
-                    f"the swarm is training a different model, according to {named(donor.peer_id)}: "
+                    f"the swarm is training a different model, according to {named(donor.peer_id, donor.name)}: "
                     f"{difference}. Use the same revision, folder and versions of torch and transformers as the other "
                     "peers"
                 )

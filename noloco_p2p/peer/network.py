@@ -36,7 +36,7 @@ from noloco_p2p.peer.network_thread import START_TIMEOUT_S, NetworkThread
 from noloco_p2p.peer.pausing import Pausing, watch_machine
 from noloco_p2p.peer.reachability import Reachability
 from noloco_p2p.peer.run_folder import Ports, find_invitation, folder_of, read_spec, warn_if_edited, write_run
-from noloco_p2p.settings import PeerSettings, split_address
+from noloco_p2p.settings import THIS_MACHINE, PeerSettings, split_address
 from noloco_p2p.spec import Spec
 from noloco_p2p.swarm.dial_back import Reach
 from noloco_p2p.swarm.dialer import AddressBook
@@ -166,6 +166,7 @@ class Status:
         for name, number in _counted(counts, relayed_bytes).items():
             setattr(self._metrics, name, self._before.get(name, 0) + number)
         self._metrics.swaps_per_min, self._metrics.link_use = link.last_minute(time.monotonic())
+        self._metrics.swap_s = link.usual_s("")
         self._metrics.trained_s = self._trained_s()
 
     def restore(self, values: dict[str, Any]) -> None:
@@ -356,7 +357,7 @@ class Network:
         """Serve /metrics. Raises SettingsError if the port is in use."""
         from noloco_p2p.telemetry.http import metrics_app, serving
 
-        host, port = split_address(address)
+        host, port = split_address(address, host=THIS_MACHINE)
         page = serving(metrics_app(self._metrics_page), host=host, port=port, flag="--metrics")
         self.metrics_address = f"{host}:{await self._parts.enter_async_context(page)}"
 

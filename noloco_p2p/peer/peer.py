@@ -18,11 +18,11 @@ from noloco_p2p.peer.network import ENTER_TIMEOUT_S, Network
 from noloco_p2p.peer.network_thread import START_TIMEOUT_S, STOP_TIMEOUT_S, NetworkThread
 from noloco_p2p.peer.run_folder import folder_of
 from noloco_p2p.settings import PeerSettings
-from noloco_p2p.spec import Spec
+from noloco_p2p.spec import RunSpec, Spec
 from noloco_p2p.swarm.dial_back import Verdict
 from noloco_p2p.swarm.records import STATES
 from noloco_p2p.telemetry.progress import Progress
-from noloco_p2p.ticket import Ticket, is_ticket
+from noloco_p2p.ticket import Ticket, find
 
 if TYPE_CHECKING:
     from typing import Self
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 POLL_S = 0.05
+MAX_NAMED = 200  # peers, so that the status stays within a line of the control socket
 
 
 def resolve(target: Spec | Ticket | Path | str | None) -> Spec | Ticket:
@@ -42,9 +43,7 @@ def resolve(target: Spec | Ticket | Path | str | None) -> Spec | Ticket:
         return target
     if target is None:  # for example, if a script passes on an optional argument
         raise SettingsError("Peer.join needs a spec, the path of a spec file, or a ticket; it got None")
-    if isinstance(target, str) and is_ticket(target):
-        return Ticket.decode(target)
-    return Spec.load(target)
+    return (find(target) if isinstance(target, str) else None) or Spec.load(target)
 
 
 class Peer:
@@ -289,6 +288,7 @@ class Peer:
             "ticket": self.ticket,
             "live_peers": headcount.others,
             "live_peers_is_estimate": headcount.is_estimate,
+            "peers": dict(net.directory.names()[:MAX_NAMED]),
             "is_announced": not net.directory.fault,
             "last_fault": self.last_fault(),
             "settings": {name: {"value": value, "origin": origins[name]} for name, value in values.items()},
@@ -300,13 +300,20 @@ class Peer:
 
     def _on_leave(self) -> dict[str, Any]:
         self.request_leave()
-        return {"leaving": True, "pid": os.getpid()}
+        self._network.count()
+        return {"leaving": True, "pid": os.getpid(), **self.metrics.as_dict()}
 
     def _on_pause(self) -> dict[str, Any]:
         refusal, was_asked = self._why_no_pause(), self.pausing.is_asked
         if not refusal:
             self.pausing.ask()
-        return {"refusal": refusal, "was_asked": was_asked, "state": self.state, "pid": os.getpid()}
+        return {
+            "refusal": refusal,
+            "was_asked": was_asked,
+            "state": self.state,
+            "pid": os.getpid(),
+            "is_script": isinstance(self._network.spec, RunSpec),
+        }
 
     def _on_resume(self) -> dict[str, Any]:
         was_asked = self.pausing.is_asked

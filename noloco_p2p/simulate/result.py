@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from noloco_p2p.simulate.material import Material
-from noloco_p2p.telemetry.console import aligned, mib
+from noloco_p2p.telemetry.console import aligned, counted, mib
 from noloco_p2p.trainer.swarm_evaluation import spread
 
 SWAP_COLUMNS = ("swaps", "failed", "age", "link %", "clipped")
@@ -74,6 +74,12 @@ class Result:
     virtual_s: float
     curve: tuple[Point, ...]
     swaps: Swaps = Swaps()
+
+    def __str__(self) -> str:
+        return (
+            f"{self.rule}: loss {self.loss:.4f}, merged {self.merged_loss:.4f}, {100 * self.spread:.2g} % apart, after "
+            f"{self.steps:.0f} steps of {counted(self.num_replicas, 'replica')} that sent {mib(self.sent_bytes)} each"
+        )
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

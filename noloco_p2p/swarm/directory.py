@@ -52,7 +52,6 @@ from noloco_p2p.swarm.records import (
     encode_record,
 )
 from noloco_p2p.swarm.relay import Relay
-from noloco_p2p.telemetry.console import named
 from noloco_p2p.ticket import Ticket
 
 if TYPE_CHECKING:
@@ -66,6 +65,7 @@ MEMORY_S = 2 * TTL_S  # how long a sequence number is remembered, so that an old
 LONGEST_SURVEY_PAUSE_S = 30.0
 LOOKS_A_MINUTE = 24  # reads of one bucket because somebody named a peer that is not listed
 LOOK_TIMEOUT_S = 20.0
+DEAD_AFTER_S = 10.0  # a ticket is dead if no node has answered by then
 WHOLE_S = 30.0  # enough time to read all buckets of a large run
 POLL_S = 0.1
 
@@ -241,6 +241,10 @@ class SwarmDirectory:
             for record, _ in self.records()
             if record.state != "leaving" and (drawn is None or record.peer_id in drawn)
         ]
+
+    def names(self) -> list[tuple[str, str]]:
+        """Return the ids and names of the other peers that were seen within the TTL, with the newest record first."""
+        return [(record.peer_id, record.name) for record, _ in sorted(self.records(), key=lambda each: each[1])]
 
     def record_of(self, peer_id: str) -> PeerRecord | None:
         """Return the record of a peer that was read from any bucket within the TTL, even of one that is leaving."""
@@ -519,6 +523,7 @@ def _candidate(record: PeerRecord) -> Candidate:
         stage=record.stage,
         capacity=record.metrics.capacity,
         loss=record.metrics.loss,
+        name=record.name,
         nearby=nearby[0] if nearby else "",
     )
 
@@ -575,18 +580,19 @@ async def reader(ticket: Ticket) -> AsyncIterator[SwarmDirectory]:
 
 
 async def find_somebody(ticket: Ticket, directory: SwarmDirectory, *, timeout_s: float = LOOK_TIMEOUT_S) -> None:
-    """Wait for a live peer of the run. Raises Unreachable if there is none within `timeout_s`."""
-    if await directory.wait_for_peers(timeout_s):
+    """Wait for a live peer of the run. Raises Unreachable if there is none within `timeout_s`, or if no node at all
+    answers within DEAD_AFTER_S.
+    """
+    if await directory.wait_for_peers(DEAD_AFTER_S):
         return
-    failures = "; ".join(f"{named(peer)}: {why}" for peer, why in directory.dialer.failures().items())
-    silence = "a node answers, but no peer has announced itself, as scripts do when they create their NoLoCo"
-    advice = silence if directory.node.neighbours() else "ask for a new ticket"
-    raise Unreachable(
-        f"no live peer of run {ticket.run_name} was found within {timeout_s:.0f} s through "
-        f"{', '.join(ticket.addresses) or 'a ticket without addresses'}"
-        + (f" ({failures})" if failures else "")
-        + f"; {leads_to_itself(ticket, directory.peer_id) or advice}"
-    )
+    found_none = f"no live peer of run {ticket.run_name} was found within"
+    if not directory.node.neighbours():
+        failures = "; ".join(directory.dialer.failures().values()) or "it has no addresses"
+        advice = leads_to_itself(ticket, directory.peer_id) or "ask for a new ticket"
+        raise Unreachable(f"{advice}: {found_none} {DEAD_AFTER_S:.0f} s ({failures})")
+    if not await directory.wait_for_peers(timeout_s - DEAD_AFTER_S):
+        silence = "a node answers, but no peer has announced itself, as scripts do when they create their NoLoCo"
+        raise Unreachable(f"{found_none} {timeout_s:.0f} s; {leads_to_itself(ticket, directory.peer_id) or silence}")
 
 
 def leads_to_itself(ticket: Ticket, peer_id: str) -> str:

@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
@@ -147,17 +147,18 @@ def report_line(metrics: Metrics, *, num_live: int) -> str:
     return " | ".join(parts)
 
 
+def given(metrics: Mapping[str, Any]) -> str:
+    """Describe what a peer has contributed: `2 h 5 min of training, 3.41M tokens, 41 swaps`."""
+    tokens = [] if metrics["tokens"] is None else [f"{count(metrics['tokens'])} tokens"]  # some trainers do not count
+    return ", ".join([f"{duration(metrics['trained_s'] or 0)} of training", *tokens, counted(metrics["swaps"], "swap")])
+
+
 def describe_swaps(metrics: Metrics) -> str:
     """Describe the recent swaps: `14 swaps/min, 1.3 steps old, 0.4 % apart`."""
     parts = [f"{metrics.swaps_per_min:.{0 if metrics.swaps_per_min >= 10 else 1}f} swaps/min"]
     if metrics.apart is not None:
         parts += [f"{metrics.age_steps:.1f} steps old", f"{percent(metrics.apart)} apart"]
     return ", ".join(parts)
-
-
-def named(peer_id: str) -> str:
-    """Shorten a peer id to its last characters, because all ids begin with the same ones."""
-    return f"..{peer_id[-6:]}"
 
 
 def numbered_stages(stages: Sequence[int]) -> str:

@@ -98,9 +98,10 @@ class Metrics:
     )
     swaps_per_min: float = _gauge(
         "swaps/min",
-        "committed swaps per minute, over the last minute",
+        "rate of committed swaps over the last minute",
         Shown(key="rate", digits=4, column="swaps/min", rank=3, total="training"),
     )
+    swap_s: float = _gauge("s", "usual time of a swap, from the agreement to the commit")
     link_use: float = _gauge(
         "fraction",
         "share of the last minute in which a swap was sending or receiving",
@@ -213,9 +214,7 @@ class Metrics:
         "tokens per second that the peer could process if it never had to wait (only with stages)",
         Shown(key="cap"),
     )
-    last_partner: str = _text(
-        "peer id", "partner of the last swap that was applied", Shown(key="with", column="last with", rank=5)
-    )
+    last_partner: str = _text("peer id", "partner of the last swap that was applied", Shown(key="with"))
 
     @property
     def failed(self) -> dict[str, int]:

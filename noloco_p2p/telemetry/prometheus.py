@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,12 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+# By the ending of a metric's name: the ending at /metrics, the unit there, and what values are multiplied by.
+BASE: dict[str, tuple[str, Callable[[str], str], float]] = {
+    "_per_min": ("_per_second", lambda unit: unit.replace("/min", "/s"), 1 / 60),
+    "_per_s": ("_per_second", str, 1.0),
+    "_s": ("_seconds", str, 1.0),
+}
 OF_STAGE = ("capacity", "tokens_per_s", "queue", "microbatches", "late_microbatches", "lost_microbatches")
 
 
@@ -23,6 +29,7 @@ class Family:
     """One metric at /metrics, where the names of counters end in `_total`.
 
     `key` is the name of its value in the metrics, the totals or the stages. `labels` has the names of its labels.
+    Prometheus wants whole words and base units, so `scale` converts the value.
     """
 
     name: str
@@ -31,6 +38,17 @@ class Family:
     meaning: str
     labels: tuple[str, ...] = ()
     key: str = ""
+    scale: float = 1.0
+
+    @classmethod
+    def named(cls, prefix: str, key: str, kind: str, unit: str, meaning: str, labels: tuple[str, ...] = ()) -> Family:
+        """Return the family of a metric that is called `key` in the rest of the program."""
+        name, scale = key, 1.0
+        for ending, (word, own_unit, factor) in BASE.items():
+            if key.endswith(ending):
+                name, unit, scale = key.removesuffix(ending) + word, own_unit(unit), factor
+                break
+        return cls(prefix + name, kind, unit, meaning, labels, key, scale)
 
     @property
     def full_name(self) -> str:
@@ -43,13 +61,12 @@ class Family:
         make = CounterMetricFamily if self.kind == "counter" else GaugeMetricFamily
         metric = make(self.name, f"{self.meaning} [{self.unit}]", labels=self.labels)
         for *labels, value in samples:
-            metric.add_metric([str(label) for label in labels], float(value))
+            metric.add_metric([str(label) for label in labels], self.scale * float(value))
         return metric
 
 
 PEER = tuple(
-    Family(f"noloco_{name}", METRICS[name].kind, METRICS[name].unit, METRICS[name].meaning, key=name)
-    for name in NUMBERS
+    Family.named("noloco_", name, METRICS[name].kind, METRICS[name].unit, METRICS[name].meaning) for name in NUMBERS
 )
 PEER_INFO = Family(
     "noloco_peer_info", "gauge", "1", "always 1; its labels identify this peer", ("peer_id", "run", "software")
@@ -60,11 +77,9 @@ LIVE_PEERS = Family(
 SWARM_PEERS = Family(
     "noloco_swarm_peers", "gauge", "peers", "number of peers by health, as judged by the monitor", ("health",)
 )
-SWARM = tuple(
-    Family(f"noloco_swarm_{total.name}", "gauge", total.unit, total.meaning, key=total.name) for total in TOTALS
-)
+SWARM = tuple(Family.named("noloco_swarm_", total.name, "gauge", total.unit, total.meaning) for total in TOTALS)
 STAGES = tuple(
-    Family(f"noloco_swarm_stage_{name}", "gauge", unit, meaning, ("stage",), key=name)
+    Family.named("noloco_swarm_stage_", name, "gauge", unit, meaning, ("stage",))
     for name, unit, meaning in (
         ("peers", "peers", "number of live peers that hold the stage"),
         *(
@@ -74,8 +89,12 @@ STAGES = tuple(
     )
 )
 DIRECTORY_AGE = Family(
-    "noloco_swarm_directory_age_s", "gauge", "s", "time since the directory last answered the monitor"
+    "noloco_swarm_directory_age_seconds", "gauge", "s", "time since the directory last answered the monitor"
 )
+
+OF_A_PEER = (*PEER, LIVE_PEERS, PEER_INFO)
+OF_A_SWARM = (SWARM_PEERS, *SWARM, *STAGES, DIRECTORY_AGE)
+ALL = (*OF_A_PEER, *OF_A_SWARM)
 
 
 def peer_page(metrics: Metrics, *, peer_id: str, run: str, live_peers: int) -> bytes:

@@ -88,6 +88,7 @@ class Compute:
     precision: str = "auto"
     micro_batch: int = 0
     compile: bool = False
+    liger: bool = False
     activation_checkpointing: bool = False
     offload_optimizer: bool = False
     rank: int = 0
@@ -100,10 +101,13 @@ class Compute:
             raise SettingsError(
                 "--offload-optimizer works only with one GPU; several GPUs already split the optimizer's moments"
             )
+        if settings.liger and choose_device(settings.device).type != "cuda":
+            raise SettingsError("--liger works only on NVIDIA and AMD GPUs, and this peer does not use one; omit it")
         return cls(
             precision=settings.precision,
             micro_batch=settings.micro_batch,
             compile=settings.compile,
+            liger=settings.liger,
             activation_checkpointing=settings.activation_checkpointing,
             offload_optimizer=settings.offload_optimizer,
             rank=rank,
@@ -134,17 +138,24 @@ class Compute:
         slow = f"{device} has no bf16 instructions, so {cost};"
         if self.is_bf16(device):
             warnings.append(f"{slow} --precision fp32 is faster on this machine")
-        if spec.model.lora.rank and spec.model.lora.base_dtype == "bf16":
+        if spec.model.lora.rank and spec.model.lora.base_dtype != "fp32":
             warnings.append(f"{slow} the model uses bf16 because of model.lora.base_dtype")
         return warnings
 
 
 def switch_on(model: nn.Module, compute: Compute, *, by_block: bool = False) -> None:
-    """Enable activation checkpointing and compilation if `compute` asks for them. Parameters keep their names.
+    """Enable fused kernels, activation checkpointing and compilation if `compute` asks for them. Parameters keep their
+    names.
 
     The model is compiled as a whole, or block by block if `by_block` is true or several ranks share it. Raises
-    SettingsError if the model has no blocks to checkpoint.
+    SettingsError if the model has no blocks to checkpoint, or if the kernels are not installed.
     """
+    if compute.liger:
+        try:
+            from liger_kernel.transformers import _apply_liger_kernel_to_instance as use  # pyright: ignore[reportMissingImports]
+        except ImportError:
+            raise SettingsError("--liger requires the package liger-kernel: pip install 'noloco_p2p[fast]'") from None
+        use(model=model)  # pyright: ignore[reportArgumentType] - as transformers does; it replaces the forward function
     if compute.activation_checkpointing:
         layers = blocks(model)
         if not layers:
@@ -248,11 +259,12 @@ def flops_per_token(model: nn.Module, *, sequence_length: int) -> float:
     as the head. Recomputation by activation checkpointing is not counted.
     """
     embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    multiplied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    multiplied = {id(module.weight): module.in_features * module.out_features for module in linear}  # also if packed
     flops = 0.0
     for param in model.parameters():
         if id(param) not in embedded or id(param) in multiplied:
-            flops += param.numel() * (6 if param.requires_grad else 4)
+            flops += multiplied.get(id(param), param.numel()) * (6 if param.requires_grad else 4)
     config = getattr(getattr(model, "base_model", model), "config", None)
     layers, width = getattr(config, "num_hidden_layers", 0), getattr(config, "hidden_size", 0)
     return flops + 6.0 * layers * width * sequence_length

@@ -8,11 +8,10 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
-from noloco_p2p.data.samples import IGNORED, UNLEARNED, num_targets, read_marks
+from noloco_p2p.data.samples import UNLEARNED, num_targets
 from noloco_p2p.telemetry.progress import Progress
-from noloco_p2p.trainer.model import causal_lm_logits
+from noloco_p2p.trainer.model import causal_lm_loss, samples_loss
 
 LOGITS_BYTES = 512 << 20  # limit for the fp32 logits of one pass; the loss needs as much memory again
 
@@ -45,15 +44,11 @@ def evaluate_loss(
         for index, batch in enumerate(batches):
             report(index, len(batches))
             rows_at_once = max(1, logits_bytes // (4 * batch.shape[1] * vocabulary))  # the same on all ranks
-            is_marked = bool((batch >= UNLEARNED).any())
-            for part in batch.to(device).split(rows_at_once):
-                tokens, labels, positions = read_marks(part) if is_marked else (part, part, None)
-                # Slicing the logits would copy them, so the last token of each row gets an ignored target instead.
-                targets = torch.full_like(part, IGNORED)
-                targets[:, :-1] = labels[:, 1:]
-                logits = causal_lm_logits(model, tokens, positions).flatten(0, 1).float()
-                losses.append(cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum"))
-            num_predicted += num_targets(batch)
+            loss = samples_loss if bool((batch >= UNLEARNED).any()) else causal_lm_loss
+            for part in batch.split(rows_at_once):
+                if count := num_targets(part):
+                    losses.append(loss(model, part.to(device)) * count)
+                    num_predicted += count
         total = sum(torch.stack(losses).tolist())
         report(len(batches), len(batches))
     return total / num_predicted
@@ -86,5 +81,5 @@ def mixes_samples(model: nn.Module) -> bool:
     rows = torch.tensor([[1, 2, 3, 4, 5, 6], [6, 5, 4, 4, 5, 6]], device=param.device)
     positions = torch.tensor([0, 1, 2, 0, 1, 2], device=param.device).expand_as(rows)
     with evaluating(model):
-        one, other = causal_lm_logits(model, rows, positions)[:, 3:].float()
+        one, other = model(input_ids=rows, position_ids=positions).logits[:, 3:].float()
     return not torch.allclose(one, other, rtol=0, atol=float(one.abs().max()) * torch.finfo(param.dtype).eps ** 0.5)

@@ -132,7 +132,7 @@ class InnerStep:
             casts, largest = self._cast_bytes(), self._largest(batch)
             one = max(1, sequence_bytes(self._backward_alone, batch[:1], self.device) - casts)
             kept = [sum(local(each).numel() for each in all_) for all_ in (self.trainable.values(), self.muon_matrices)]
-            free = free_bytes(self.device, moment_bytes=0 if self._is_offloaded else moment_bytes(*kept))
+            free = free_bytes(self.device, moment_bytes=0 if self._is_offloaded else moment_bytes(self.train, *kept))
             self.micro_batch = self._agree(fitting(free - casts, one, largest=largest))
             used = casts + one * self.micro_batch
             # During a step's only pass, gradients take the place of activations.

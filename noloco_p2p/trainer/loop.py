@@ -24,7 +24,7 @@ from noloco_p2p.data.documents import Fault, Faults
 from noloco_p2p.data.prefetch import Prefetcher
 from noloco_p2p.data.stream import Corpus, TokenStream, validation_batches
 from noloco_p2p.devices import describe, empty_cache, has_own_memory, peak_bytes
-from noloco_p2p.errors import CheckpointError, DataError, ModelError, RankError
+from noloco_p2p.errors import CheckpointError, DataError, ModelError, RankError, SettingsError
 from noloco_p2p.outer.checkpoint import Checkpoints
 from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.outer.noloco import FETCHED_FILE, NoLoCo
@@ -289,6 +289,8 @@ class Trainer(TrainerBase):
         spec, settings = TrainerSpec.of(peer.spec), peer.settings
         self.device = ranks.device if ranks else choose_device(settings.device)
         compute = Compute.of(settings, num_ranks=ranks.size if ranks else 1)
+        if ranks and (spec.model.lora.base_dtype == "nf4" or spec.train.inner_optimizer == "adamw8bit"):
+            raise SettingsError("--gpus cannot shard nf4 weights or adamw8bit moments; start one peer for each GPU")
         size = {"sequence_length": spec.data.sequence_length, "folders": settings.models}
         counts, has_gpu = count_parameters(spec.model, **size), has_own_memory(self.device)
         self._needs = estimate(spec, counts, settings, has_gpu=has_gpu, num_ranks=compute.num_ranks)

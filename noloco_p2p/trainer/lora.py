@@ -1,7 +1,11 @@
-"""Train LoRA adapters (arXiv 2106.09685) with peft (extra `lora`). The model is frozen, so only adapters are sent."""
+"""Train LoRA adapters (arXiv 2106.09685) with peft (extra `lora`). The model is frozen, so only adapters are sent.
+
+With `base_dtype = "nf4"`, the frozen weights are quantized by bitsandbytes (extra `lowmem`; QLoRA, arXiv 2305.14314).
+"""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +14,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from noloco_p2p.errors import ModelError
+from noloco_p2p.optim.inner import bitsandbytes
 from noloco_p2p.spec import LoraSpec
+from noloco_p2p.trainer.needs import NF4_BYTES
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -18,6 +24,7 @@ if TYPE_CHECKING:
 
 ADAPTER = "default"
 ALL_LINEAR = "all-linear"
+NF4_BLOCK = 64  # weights that share a scale
 
 
 def add_adapters(model: PreTrainedModel, lora: LoraSpec) -> None:
@@ -26,6 +33,8 @@ def add_adapters(model: PreTrainedModel, lora: LoraSpec) -> None:
     The adapters are drawn from torch's generator, and do not change the output at first. Raises ModelError if peft is
     missing, or if no module matches `lora.targets`.
     """
+    with suppress(ModelError):
+        bitsandbytes("peft")  # which imports it, too, but would let it fetch code from the hub
     try:
         from peft import inject_adapter_in_model
     except ImportError:
@@ -39,18 +48,49 @@ def add_adapters(model: PreTrainedModel, lora: LoraSpec) -> None:
             param.data = param.data.float()
 
 
+def quantize(model: PreTrainedModel) -> None:
+    """Store the weights of all linear layers except the head as NF4, in place, one after the other.
+
+    A layer whose inputs do not fill whole blocks stays as it is: for it, bitsandbytes uses wrong scales on the CPU.
+    This runs on the CPU, whose elementwise arithmetic is exact, so that all peers get the same bytes. On the meta
+    device, the weights only get the size that they would have. Raises ModelError if bitsandbytes is missing.
+    """
+    head = model.get_output_embeddings()
+    found = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    for name, linear in found:
+        if linear is head or linear.in_features % NF4_BLOCK:
+            continue
+        if linear.weight.is_meta:
+            packed = torch.empty(int(NF4_BYTES * linear.weight.numel()), dtype=torch.uint8, device="meta")
+            linear.weight = nn.Parameter(packed, requires_grad=False)
+            continue
+        library = bitsandbytes("model.lora.base_dtype 'nf4'").nn
+        quantized = library.Linear4bit(linear.in_features, linear.out_features, bias=False, device="meta")
+        weight = library.Params4bit(linear.weight.data, quant_type="nf4", module=quantized)
+        quantized.weight, quantized.bias = weight.to("cpu"), linear.bias
+        quantized.support_avx512bf16_for_cpu = False  # an evaluation would round the scales, and change the layout
+        model.set_submodule(name, quantized)
+    vars(model)["is_loaded_in_4bit"] = True  # peft reads it
+
+
 def has_adapters(model: nn.Module) -> bool:
     return any(_is_adapted(module) for module in model.modules())
 
 
 def merged_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return the state dict of the model with the adapters merged into its weights.
+    """Return the state dict of the model with the adapters merged into its weights. Quantized weights become bf16.
 
     The model itself is not changed.
     """
     weights: dict[str, Tensor] = {}
     adapted = {name: module for name, module in model.named_modules() if _is_adapted(module)}
+    packed = {name: param for name, param in model.named_parameters() if hasattr(param, "quant_state")}
     for name, tensor in model.state_dict().items():
+        if any(name.startswith(f"{path}.") for path in packed):  # scales
+            continue
+        if name in packed:
+            library = bitsandbytes("model.lora.base_dtype 'nf4'").functional
+            tensor = library.dequantize_4bit(tensor, packed[name].quant_state)  # pyright: ignore[reportAttributeAccessIssue]
         owner = next((path for path in adapted if name.startswith(f"{path}.")), None)
         if owner is None:
             weights[name] = tensor
@@ -86,9 +126,9 @@ def save_adapters(model: nn.Module, lora: LoraSpec, folder: Path, *, base: str) 
 def base_dtype(lora: LoraSpec) -> torch.dtype:
     """Return the dtype of the model's own weights.
 
-    It is bf16 if the weights are frozen and the spec asks for bf16, and fp32 otherwise.
+    It is fp32 unless the weights are frozen and the spec asks for less. Weights that NF4 does not apply to are bf16.
     """
-    return torch.bfloat16 if lora.rank and lora.base_dtype == "bf16" else torch.float32
+    return torch.bfloat16 if lora.rank and lora.base_dtype != "fp32" else torch.float32
 
 
 def _config(lora: LoraSpec) -> LoraConfig:

@@ -23,19 +23,17 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from noloco_p2p.errors import CheckpointError, Unreachable
-from noloco_p2p.gossip.frames import Hello
 from noloco_p2p.gossip.seams import Candidate, Transport
 from noloco_p2p.net.client import GrpcTransport
-from noloco_p2p.net.session import Session
 from noloco_p2p.outer.checkpoint import Checkpoint, Checkpoints, Vector
 from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.outer.robust_mean import RobustMean, leave_out_far, robust_mean
 from noloco_p2p.outer.saved_state import STATE_FILE, check_layout, read_state, vector_in
 from noloco_p2p.outer.weights import WEIGHTS, check_vectors, vectors_of
 from noloco_p2p.peer.run_folder import check_checkpoint_folder, stage_folder
+from noloco_p2p.peer_name import named
 from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.swarm.directory import WHOLE_S, find_somebody, reader
-from noloco_p2p.telemetry.console import named
 from noloco_p2p.telemetry.progress import Progress
 from noloco_p2p.ticket import Ticket
 from noloco_p2p.trainer.cut import cut_of
@@ -189,7 +187,9 @@ class LiveRun:
                 num_asked += 1
                 target = Path(folder, f"{num_asked}.safetensors")
                 try:
-                    with self.progress.task(f"fetching the state of {named(peer.peer_id)}", unit="bytes") as report:
+                    with self.progress.task(
+                        f"fetching the state of {named(peer.peer_id, peer.name)}", unit="bytes"
+                    ) as report:
                         manifest = await fetch_state(
                             self._transport, [peer], admission, target=target, on_progress=report
                         )
@@ -243,9 +243,7 @@ async def live_run(ticket: Ticket, *, progress: Progress, folders: Mapping[str, 
         with progress.task("looking for live peers"):
             await find_somebody(ticket, directory)
             await directory.wait_until_whole(WHOLE_S)
-        session = Session(directory.identity, ticket.invitation)
-        hello = Hello(directory.peer_id, ticket.run_name, ticket.spec_digest)
-        transport = GrpcTransport(lambda: hello, session=session, guard=directory.node.guard)
+        transport = GrpcTransport.from_outside(ticket, directory.identity, directory.node.guard)
         peers = [peer for peer in directory.live() if peer.can_be_called]
         spec = TrainerSpec.of(await fetch_spec(transport, peers, expected_digest=ticket.spec_digest))
         yield LiveRun(spec, transport, live=directory.live, progress=progress, folders=folders)

@@ -23,7 +23,8 @@ from transformers.utils import logging as transformers_logging
 from noloco_p2p.data.samples import read_marks
 from noloco_p2p.errors import ModelError
 from noloco_p2p.spec import DataSpec, ModelSpec
-from noloco_p2p.trainer.lora import add_adapters, base_dtype
+from noloco_p2p.trainer.chunked_loss import ChunkedLoss
+from noloco_p2p.trainer.lora import add_adapters, base_dtype, quantize
 from noloco_p2p.trainer.model_source import CONFIG, TOKENIZER, WEIGHTS, ModelSource, find_source
 from noloco_p2p.trainer.needs import Counts
 from noloco_p2p.trainer.weights import draw, load
@@ -59,7 +60,11 @@ def build_model(spec: ModelSpec, *, sequence_length: int, folders: Mapping[str, 
             model = _named(spec, _source(spec, folders)) if spec.pretrained else _llama(spec, sequence_length)
         if spec.lora.rank:
             torch.nn.Module.to(model, base_dtype(spec.lora))
+            if spec.lora.base_dtype == "nf4":
+                quantize(model)
             add_adapters(model, spec.lora)
+    if model.config.model_type in DIVISIBLE:
+        model.forward = ChunkedLoss(model)
     return _for_training(model, spec, sequence_length)
 
 
@@ -205,11 +210,6 @@ def samples_loss(model: nn.Module, batch: Tensor) -> Tensor:
 def loss_for(data: DataSpec) -> Callable[[nn.Module, Tensor], Tensor]:
     """Return the loss for the batches of a run, whose data decide whether they are marked."""
     return samples_loss if data.packs_samples else causal_lm_loss
-
-
-def causal_lm_logits(model: nn.Module, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-    """Return logits of shape (sequences, tokens, vocabulary) for `tokens` of shape (sequences, tokens)."""
-    return model(input_ids=tokens, **({} if positions is None else {"position_ids": positions})).logits
 
 
 def configure_for_export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -18,25 +18,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from noloco_p2p.errors import ModelError
 from noloco_p2p.spec import ModelSpec, TrainerSpec, TrainSpec
+from noloco_p2p.trainer.chunked_loss import chunk_tokens, chunks, following, replaced, tail_loss
 from noloco_p2p.trainer.compute import Compute, switch_on
 from noloco_p2p.trainer.cut import Part, Sizes, block_range
 from noloco_p2p.trainer.model import build_on_meta, give_weights, hidden_matrices
 from noloco_p2p.trainer.weights import seed_of
-
-LOGITS_BYTES = 256 << 20  # limit for the fp32 logits of one chunk; the loss and its gradient each need as much again
-IGNORED = -100  # the label of a token that does not count
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,23 +120,17 @@ class Stage:
             _seed(seed, self.device)
         base = _base(self.model)
         name = "input_ids" if self.is_head else "inputs_embeds"
-        with _replaced(base, norm=nn.Identity()), self._autocast():
+        with replaced(base, norm=nn.Identity()), self._autocast():
             return base(**{name: inputs}).last_hidden_state
 
     def _tail(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """Compute the sum of losses, with its autograd graph. Both arguments have one row: (1, tokens, ...)."""
-        final = _Final(_base(self.model).norm)
-        with _replaced(self.model, **{self.model.base_model_prefix: final}), self._autocast():
-            # transformers divides the sum of losses by num_items_in_batch
-            return self.model(inputs_embeds=hidden, labels=labels, shift_labels=labels, num_items_in_batch=1).loss
+        with self._autocast():
+            return tail_loss(self.model, _base(self.model).norm, hidden, labels)
 
-    def _chunks(self, hidden: Tensor, tokens: Tensor, chunk_tokens: int | None) -> Iterator[tuple[Tensor, Tensor]]:
+    def _chunks(self, hidden: Tensor, tokens: Tensor, at_once: int | None) -> Iterator[tuple[Tensor, Tensor]]:
         assert self.is_head, "only stage 0 (the head) has the LM head"
-        labels = pad(tokens[:, 1:], (0, 1), value=IGNORED)
-        vocabulary = _base(self.model).embed_tokens.weight.shape[0]
-        at_once = chunk_tokens or max(1, LOGITS_BYTES // (4 * vocabulary))
-        rows = hidden.flatten(0, 1)[None].split(at_once, dim=1)
-        yield from zip(rows, labels.reshape(1, -1).split(at_once, dim=1), strict=True)
+        return chunks(hidden, following(tokens), at_once=at_once or chunk_tokens(self.model))
 
     def _autocast(self) -> torch.autocast:
         is_bf16 = self.compute.is_bf16(self.device)
@@ -242,31 +231,6 @@ def dropout_seed(microbatch: str, stage: int) -> int:
 def _base(model: PreTrainedModel) -> Any:
     """Return the base of a model from `build_on_meta`. It has `embed_tokens`, `layers`, `norm` and a config."""
     return model.base_model
-
-
-class _Final(nn.Module):
-    """A replacement for the base model that computes only what follows the last block."""
-
-    def __init__(self, norm: nn.Module) -> None:
-        super().__init__()
-        self.norm = norm
-
-    def forward(self, inputs_embeds: Tensor, **_: object) -> BaseModelOutputWithPast:
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(inputs_embeds))
-
-
-@contextmanager
-def _replaced(module: nn.Module, **children: nn.Module) -> Iterator[None]:
-    """Replace children of a module temporarily.
-
-    A copy of the module would not work, because transformers registers modules by identity.
-    """
-    own = {name: module._modules[name] for name in children}
-    module._modules.update(children)
-    try:
-        yield
-    finally:
-        module._modules.update(own)
 
 
 def _seed(seed: int, device: torch.device) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from noloco_p2p.errors import SettingsError
-from noloco_p2p.telemetry.console import named
+from noloco_p2p.peer_name import named
 from noloco_p2p.telemetry.metrics import numbers
 
 log = logging.getLogger(__name__)

@@ -39,8 +39,8 @@ from noloco_p2p.gossip.frames import (
 )
 from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.gossip.seams import Candidate, Transport
+from noloco_p2p.peer_name import named
 from noloco_p2p.spec import Spec
-from noloco_p2p.telemetry.console import named
 from noloco_p2p.telemetry.progress import Report, ignore
 from noloco_p2p.transfer.donor import state_file_bytes
 
@@ -175,7 +175,7 @@ async def fetch_spec(transport: Transport, donors: Sequence[Candidate], *, expec
             spec = await ask(transport, donor, WantSpec(), SpecJson)
             return Spec.from_json(spec.data, expected_digest=expected_digest, origin=donor.address)
         except (PeerError, ValueError) as error:
-            reasons.append(f"{named(donor.peer_id)}: {error}")
+            reasons.append(f"{named(donor.peer_id, donor.name)}: {error}")
     raise Unreachable(
         "could not get the run spec from any live peer: " + ("; ".join(reasons) or "no live peer was found")
     )

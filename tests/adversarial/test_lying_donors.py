@@ -29,8 +29,8 @@ from noloco_p2p.gossip.seams import Candidate, Transport
 from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.outer.saved_state import read_state
 from noloco_p2p.outer.weights import vectors_of
+from noloco_p2p.peer_name import named
 from noloco_p2p.spec import OuterSpec, TrainerSpec, TrainSpec
-from noloco_p2p.telemetry.console import named
 from noloco_p2p.trainer.model import build_model
 from noloco_p2p.trainer.start import load_start
 from noloco_p2p.transfer.donor import describe_state, state_file_bytes

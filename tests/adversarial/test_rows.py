@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from adversarial.flags import FLAGS, Flag
 from noloco_p2p.gossip.seams import Deadlines
 from noloco_p2p.outer.noloco import NoLoCo
+from noloco_p2p.peer_name import named
 from noloco_p2p.spec import RunSpec
-from noloco_p2p.telemetry.console import named
 from noloco_p2p.testing.faults import Faults
 from noloco_p2p.testing.memory import Wrap, unchanged
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import signal
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 from harness.patience import SLOW_TEST_S
-from harness.processes import Command, until
+from harness.processes import TICKET_LINE, Command, PeerProcess, until
 from transformers import AutoModelForCausalLM
 
+from noloco_p2p.swarm.addresses import routable_host
 from noloco_p2p.telemetry.events import read_events
 
 REPORT_KEYS = {"peers", "merged_loss", "spread", "export_dir", "wall_s"}
@@ -53,6 +55,24 @@ def has_trained(folder: Path, peer: str) -> bool:
 def not_now() -> str:
     """Return hours in the future, as a volunteer may set them for real runs; the demo ignores them."""
     return "-".join(time.strftime("%H:%M", time.localtime(time.time() + 3600 * hours)) for hours in (3, 4))
+
+
+@pytest.mark.skipif(routable_host("0.0.0.0") == "127.0.0.1", reason="this machine has no network")
+def test_another_machine_joins_a_shared_demo_with_one_command_and_is_on_its_page(folder: Path, tmp_path: Path) -> None:
+    flags = ("--share", "--peers", "2", "--steps", "4000", *SMALL, "--keep", folder)
+    with Command("demo", *flags, log=tmp_path / "log.txt") as demo:
+        page = demo.wait_for("sees the swarm at http://").split()[-1]
+        ticket = demo.wait_for(TICKET_LINE).split()[-1]
+        with PeerProcess(ticket, tmp_path / "guest", "--name", "Guest") as guest:
+            guest.report_where(lambda event: event["swaps"] > 0)
+
+            def is_shown() -> bool:
+                with urllib.request.urlopen(f"{page}api/status") as answer:
+                    return {"Guest", ""} == {peer["name"] for peer in json.load(answer)["peers"]}
+
+            until(is_shown, what="the guest on the page")
+            demo.send(signal.SIGINT)
+            assert demo.wait() == 130
 
 
 def test_a_killed_peer_is_named_and_the_others_come_to_their_end(folder: Path, tmp_path: Path) -> None:

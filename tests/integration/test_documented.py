@@ -20,11 +20,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from documented import PAGES, ROOT, arguments, in_blocks
-from harness.processes import TICKET_LINE, Command, small_spec, until, write_spec
+from harness.processes import JOIN_LINE, TICKET_LINE, Command, small_spec, until, write_spec
 
 from noloco_p2p.cli.app import run
 
-STAYS = {"join": TICKET_LINE, "--watch": "run"}  # what a command says once it is up
+STAYS = {"join": JOIN_LINE, "--watch": "run"}  # what a command says once it is up
 NOBODY = "12D3KooWK2gwFiFWxgNtk5RYUnaMSwBrBdWiVZaRwxqCoXQBHSA7"
 ELSEWHERE = {
     "noloco monitor noloco1ab7aca...": "test_commands.py",
@@ -89,13 +89,14 @@ class Desk:
         elif self.ticket in typed:
             running.wait_for("% apart")  # a swap
         psutil.Process(running.process.pid).nice(10)  # it must not slow down the next commands
-        self.ticket = self.ticket if founds_another_run else line.split()[-1]
+        if not founds_another_run and "noloco ticket" not in line:
+            self.ticket = running.wait_for(TICKET_LINE).split()[-1]
         self._peers.append(running)
 
     def leave(self) -> None:
         """Let every peer leave in order, unless it has already left."""
         for peer in self._peers:
-            if "leaving\n" not in peer.text:
+            if "leaving; thank you" not in peer.text:
                 peer.send(signal.SIGINT)
         for peer in self._peers:
             assert peer.wait() == 0, peer.text

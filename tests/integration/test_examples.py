@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import runpy
@@ -12,10 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from harness.processes import Command, noloco, until
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples"
-MAX_LINES = 80
+MAX_LINES = 64
+SWAPS = re.compile(r"noloco/swaps'?: '?[1-9]|[1-9]\d* swaps")  # in the log of a trainer, or in the lines of a loop
+TEMPLATE = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + eos_token }}{% endfor %}"
 
 # The Trainer and its dependencies raise these warnings, which the examples cannot prevent.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
@@ -45,7 +50,14 @@ def losses(out: str) -> list[float]:
 
 def test_every_example_fits_on_a_page_and_has_a_test() -> None:
     names = [path.name for path in FOLDER.glob("*.py")]
-    assert sorted(names) == ["hf_trainer.py", "lightning_trainer.py", "lora.py", "plain_pytorch.py"]
+    assert sorted(names) == [
+        "accelerate_loop.py",
+        "hf_trainer.py",
+        "lightning_trainer.py",
+        "lora.py",
+        "plain_pytorch.py",
+        "trl_sft.py",
+    ]
     for name in names:
         assert len((FOLDER / name).read_text().splitlines()) < MAX_LINES, name
 
@@ -118,3 +130,51 @@ def test_a_lora_fine_tune(run: Callable[..., str], tmp_path: Path) -> None:
     assert len(told) == 2
     assert told[-1] < told[0]
     assert (tmp_path / "adapters" / "adapter_model.safetensors").is_file()
+
+
+def chat_model(folder: Path) -> Path:
+    """Write a small model with a tokenizer that is trained on the spot."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator([], trainers.BpeTrainer(special_tokens=["<end>", "<pad>"], initial_alphabet=letters))
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>")
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(folder)
+    model = small_llama()
+    model.resize_token_embeddings(len(fast))
+    model.save_pretrained(folder)
+    return folder
+
+
+def chats(path: Path, answer: str) -> Path:
+    turns = [{"role": "user", "content": "What do you say?"}, {"role": "assistant", "content": answer}]
+    path.write_text("".join(json.dumps({"messages": turns}) + "\n" for _ in range(64)))
+    return path
+
+
+def swap(one: list[str | Path], two: Callable[[str], list[str | Path]], folder: Path) -> None:
+    """Run an example in two processes until both have swapped, and ask them to leave."""
+
+    def started(name: str, *arguments: str | Path) -> Command:
+        own = ("--state-dir", folder / name, "--listen", "127.0.0.1:0", "--steps", "1000000")
+        return Command(FOLDER / arguments[0], *arguments[1:], *own, log=folder / f"{name}.txt")
+
+    with started("one", *one) as first:
+        ticket = first.wait_for("others join with").split()[-1]
+        with started("two", *two(ticket)) as second:
+            for peer in (first, second):
+                until(lambda peer=peer: SWAPS.search(peer.text), what=lambda peer=peer: f"a swap in\n{peer.text}")
+            for name in ("one", "two"):
+                assert noloco("leave", "--state-dir", folder / name).returncode == 0
+            assert [peer.wait() for peer in (first, second)] == [0, 0]
+
+
+def test_two_processes_of_trl_swap(tmp_path: Path) -> None:
+    model = chat_model(tmp_path / "model")
+    hers, his = chats(tmp_path / "hers.jsonl", "hello"), chats(tmp_path / "his.jsonl", "good day")
+    swap(["trl_sft.py", model, hers], lambda ticket: ["trl_sft.py", model, his, "--ticket", ticket], tmp_path)
+
+
+def test_two_processes_of_accelerate_swap(tmp_path: Path) -> None:
+    swap(["accelerate_loop.py"], lambda ticket: ["accelerate_loop.py", ticket], tmp_path)

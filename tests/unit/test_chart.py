@@ -29,6 +29,8 @@ CHANGES = {
     "ticketSecret": "run7",
     "flags": ["--max-upload", "40mbit"],
     "env": [{"name": "NOLOCO_DATA", "value": "c4=/data/*.json.gz"}],
+    "data": {"persistentVolumeClaim": {"claimName": "c4"}},
+    "metricsPort": 9999,
     "resources": {"limits": {"amd.com/gpu": 2}},
     "storage": "9Gi",
     "storageClass": "fast",
@@ -100,6 +102,11 @@ def test_every_value_reaches_its_place() -> None:
     assert container["args"] == ["join", "$(TICKET)", "--max-upload", "40mbit"]
     assert env["TICKET"]["valueFrom"]["secretKeyRef"]["name"] == "run7"
     assert env["NOLOCO_DATA"]["value"] == "c4=/data/*.json.gz"
+    assert {"name": "data", "mountPath": "/data", "readOnly": True} in container["volumeMounts"]
+    assert {"name": "data", "persistentVolumeClaim": {"claimName": "c4"}} in pod["volumes"]
+    assert env["NOLOCO_METRICS"]["value"] == "0.0.0.0:9999"
+    assert {"containerPort": 9999} in container["ports"]
+    assert {"name": "metrics", "port": 9999} in service["spec"]["ports"]
     assert container["resources"] == {"limits": {"amd.com/gpu": 2}}
     assert (claim["storageClassName"], claim["resources"]["requests"]["storage"]) == ("fast", "9Gi")
     assert (pod["nodeSelector"], pod["tolerations"]) == (CHANGES["nodeSelector"], CHANGES["tolerations"])

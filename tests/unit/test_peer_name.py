@@ -5,11 +5,12 @@ from __future__ import annotations
 import unicodedata
 
 import pytest
+from harness.identities import identity_of
 from hypothesis import given
 from hypothesis import strategies as st
 
 from noloco_p2p.errors import SettingsError
-from noloco_p2p.peer_name import MAX_CHARS, check, shown
+from noloco_p2p.peer_name import MAX_CHARS, check, find, named, shown
 from noloco_p2p.settings import PeerSettings
 
 LONG = "a" * (MAX_CHARS + 1)
@@ -74,3 +75,17 @@ def test_what_is_shown_is_printable_short_and_a_name_itself(value: object) -> No
     assert name.isprintable()
     assert len(name) <= MAX_CHARS
     assert check(name) == name
+
+
+def test_what_is_shown_of_a_peer_finds_it() -> None:
+    ada, eve, nobody = (identity_of(name).peer_id for name in ("ada", "eve", "nobody"))
+    known = {ada: "Ada", eve: f"..{ada[-6:]}", nobody: ""}
+    for text in (ada, ada[-6:], f"..{ada[-6:]}", named(ada, "Ada"), named(ada), "Ada", "ada"):
+        assert find(text, known) == ada, text
+    assert find(named(eve, known[eve]), known) == eve, "a name cannot pass for an id"
+    assert find(identity_of("stranger").peer_id, known) == identity_of("stranger").peer_id
+    with pytest.raises(SettingsError, match=f"can mean 2 peers; choose one of the ids {ada}, {nobody}"):
+        find("ADA", known | {nobody: "Ada"})
+    for text in ("..abcdef", "Bob", "12D3KooWabc", "", ".", ada[-3:]):
+        with pytest.raises(SettingsError, match="no peer that is known here"):
+            find(text, known)

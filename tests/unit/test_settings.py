@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from noloco_p2p.errors import SettingsError
-from noloco_p2p.settings import PeerSettings, parse_hours, parse_rate, split_address
+from noloco_p2p.settings import GROUPS, PeerSettings, parse_hours, parse_rate, split_address
 
 BOOTSTRAP = "/ip4/203.0.113.5/tcp/4001/p2p/12D3KooWK2gwFiFWxgNtk5RYUnaMSwBrBdWiVZaRwxqCoXQBHSA7"
 
@@ -41,7 +41,8 @@ def test_folders_are_absolute_and_need_not_exist(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    ("listen", "ports"), [("0.0.0.0:31337", (31337, 31338)), ("127.0.0.1:0", (0, 0)), ("[::]:9", (9, 10))]
+    ("listen", "ports"),
+    [("0.0.0.0:31337", (31337, 31338)), ("31337", (31337, 31338)), ("127.0.0.1:0", (0, 0)), ("[::]:9", (9, 10))],
 )
 def test_libp2p_takes_the_port_beside(listen: str, ports: tuple[int, int]) -> None:
     settings = PeerSettings.load({"listen": listen})
@@ -109,6 +110,10 @@ def test_caps_come_from_every_source_and_are_off_at_first(user_file: Path, monke
     monkeypatch.setenv("NOLOCO_MAX_DOWNLOAD", "fast")
     with pytest.raises(SettingsError, match=r"environment NOLOCO_\*: max_download 'fast' is not a rate"):
         PeerSettings.load()
+
+
+def test_every_setting_is_in_one_group_of_the_help() -> None:
+    assert sorted(name for names in GROUPS.values() for name in names) == sorted(PeerSettings.model_fields)
 
 
 @pytest.mark.parametrize("address", ["", "host", ":1", "host:", "host:x", "host:65536", "host:-1"])

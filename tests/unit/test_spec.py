@@ -49,12 +49,15 @@ def refuse(**values: object) -> str:
             {"model": {"hidden_size": 100, "num_heads": 3}},
             "model.hidden_size (100) must be a multiple of num_heads (3)",
         ),
-        ({"model": {"start": "../../etc/passwd"}}, "model.start: "),
+        (
+            {"model": {"start": "../../etc/passwd"}},
+            "model.start '../../etc/passwd' is not a valid digest of the initial state of a forked run",
+        ),
         ({"data": {"source": "/etc/passwd"}}, "data.source '/etc/passwd' must be 'stdlib'"),
         ({"data": {"source": "../x"}}, "a spec cannot contain a path"),
         ({"codec": {"weights": "zip"}}, "codec.weights must be "),
         ({"version": 2}, "version must be "),
-        ({"name": "a b"}, "name: "),
+        ({"name": "a b"}, "name 'a b' is not a valid name of the run: letters, digits"),
     ],
 )
 def test_wrong_values_are_refused_by_their_dotted_name(values: dict[str, object], message: str) -> None:

@@ -47,6 +47,19 @@ def test_what_is_no_ticket_and_what_is_too_new(text: str, words: str) -> None:
 
 
 @given(tickets, st.data())
+def test_a_ticket_is_found_in_what_people_paste(ticket: Ticket, data: st.DataObject) -> None:
+    """It may be quoted and broken into lines, and words of the same letters may stand before and after it."""
+    words = st.sampled_from(["noloco join", "please run `", "> ", '"', "'", "it is noloco1:", "(", "\u201c", ""])
+    ends = st.sampled_from([".", '"', "'", "`", " thanks", "\nsee you", ")", " --name Ada", ", or\nnoloco join x", ""])
+    text, breaks = ticket.encode(), st.sampled_from(["\n", "\r\n", " ", "\n> ", "-\n", "=\n"])
+    for place in sorted(data.draw(st.sets(st.integers(23, len(text) - 1), max_size=5)), reverse=True):
+        text = text[:place] + data.draw(breaks) + text[place:]
+    pasted = f"{data.draw(words)} {text}{data.draw(ends)}"
+    assert is_ticket(pasted)
+    assert Ticket.decode(pasted) == ticket
+
+
+@given(tickets, st.data())
 def test_cut_off_is_told(ticket: Ticket, data: st.DataObject) -> None:
     text = ticket.encode()
     kept = data.draw(st.integers(len(PREFIX), len(text) - 1))

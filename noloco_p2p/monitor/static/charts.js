@@ -80,14 +80,27 @@ class Drawing {
     pen.beginPath();
     pen.arc(x, y, size, 0, 7);
     pen.fill();
+    if (!peer.is_own) return;
+    pen.strokeStyle = colour("--ink");
+    pen.lineWidth = 2;
+    pen.beginPath();
+    pen.arc(x, y, size + 3, 0, 7);
+    pen.stroke();
+  }
+
+  // Writes the name of a peer, or the end of its id, and shortens it to the space if that is too long.
+  write(pen, peer, x, y, space) {
+    let label = peer.label;
+    while (label.length > 1 && pen.measureText(label).width > space) label = `${label.slice(0, -2)}…`;
+    pen.fillText(label, x, y);
   }
 }
 
 // Draws the peers on a circle in the order of their ids, and a chord from each to its last partners, which fades in two minutes.
 class Graph extends Drawing {
-  // peers: [{id, health}]; meetings: [[at_s, peer, partner]]
+  // peers: [{id, label, health, is_own}]; meetings: [[at_s, peer, partner]]
   paint(pen, width, height, peers, meetings, now) {
-    const radius = Math.max(20, Math.min(width, height) / 2 - (peers.length <= 24 ? 26 : 8));
+    const isFew = peers.length <= 24, radius = Math.max(20, Math.min(width, height) / 2 - (isFew ? 26 : 8));
     const place = new Map(peers.map((peer, index) => {
       const angle = 2 * Math.PI * index / peers.length - Math.PI / 2;
       return [peer.id, [width / 2 + radius * Math.cos(angle), height / 2 + radius * Math.sin(angle), angle]];
@@ -108,10 +121,11 @@ class Graph extends Drawing {
     for (const peer of peers) {
       const [x, y, angle] = place.get(peer.id);
       this.dot(pen, peer, x, y, size);
-      if (peers.length <= 24) {
+      if (isFew) {
         pen.fillStyle = ink;
         pen.textAlign = Math.cos(angle) < -0.1 ? "right" : Math.cos(angle) > 0.1 ? "left" : "center";
-        pen.fillText(peer.id.slice(-6), x + 11 * Math.cos(angle), y + 13 * Math.sin(angle) + 4);
+        const space = pen.textAlign === "center" ? width : pen.textAlign === "left" ? width - x - 13 : x - 13;
+        this.write(pen, peer, x + 13 * Math.cos(angle), y + 15 * Math.sin(angle) + 4, space);
       }
     }
     this.canvas.setAttribute("aria-label", `Swap graph: ${peers.length} peers and their last ${meetings.length} partners`);
@@ -121,7 +135,7 @@ class Graph extends Drawing {
 // Draws a column of peers for each stage, the heads again on the right, where each path ends, and a line from each peer
 // to each peer of the next column to which it sends.
 class Paths extends Drawing {
-  // peers: [{id, health, stage, sends_to (ends of ids)}]
+  // peers: [{id, label, health, is_own, stage, sends_to (ends of ids)}]
   paint(pen, width, height, peers, numStages) {
     const top = 34, living = peers.filter((peer) => peer.health === "alive" || peer.health === "silent");
     const stages = Array.from({ length: numStages }, (_, stage) => living.filter((peer) => peer.stage === stage));
@@ -151,7 +165,7 @@ class Paths extends Drawing {
       column.forEach((peer, index) => {
         this.dot(pen, peer, x(place), y(place, index), most > 24 ? 2 : 6);
         pen.fillStyle = ink;
-        if (most <= 6) pen.fillText(peer.id.slice(-6), x(place), y(place, index) + 18);
+        if (most <= 6) this.write(pen, peer, x(place), y(place, index) + 20, (width - 80) / numStages);
       });
     });
     this.canvas.setAttribute("aria-label", `Paths: ${living.length} peers in ${numStages} stages`);

@@ -82,6 +82,7 @@ function show(told) {
   $("link").className = "";
   text("link", `${time(told.time_s)}, live`);
   text("run", told.run);
+  text("about", told.about);
   document.title = `${told.run} – noloco swarm`;
   const notices = told.notices.length ? told.notices : [{ level: "well", text: "All is well." }];
   put("notices", notices, (notice) => element("li", notice.text, notice.level));
@@ -125,13 +126,25 @@ async function loadCurves({ ids, has_range: hasRange, note }) {
   const percent = (curve) => curve.map((n) => n === null ? null : 100 * n);
   const range = [line("lowest", "--faint"), line("mean", "--blue", { width: 2 }), line("highest", "--faint")];
   const names = Object.keys(h.losses), bounds = hasRange ? [h.loss_lowest, h.loss, h.loss_highest] : [];
-  const own = names.map((name, index) => line(name.slice(-6), listColour(index)));
+  const labels = new Map(state.told.graph.map(({ id, label }) => [id, label]));
+  const own = names.map((name, index) => line(labels.get(name) ?? name.slice(-6), listColour(index)));
   charts.loss.set([...(hasRange ? range : []), ...own], [t, ...bounds, ...names.map((name) => h.losses[name])]);
   charts.speed.set([line("tokens/s", "--blue")], [t, h.tokens_per_s]);
   charts.apart.set(range, [t, ...[h.apart_lowest, h.apart, h.apart_highest].map(percent)]);
   charts.swaps.set([line("swaps", "--blue")], [t, h.swaps_per_min]);
   charts.link.set([line("in use", "--blue")], [t, percent(h.link_use)]);
   text("n-loss", note);
+  legend("l-loss", [...(hasRange ? range : []), ...own]);
+  legend("l-apart", range);
+}
+
+function legend(id, series) {
+  put(id, series, ({ label, stroke }) => {
+    const entry = element("span", label), mark = element("i", "");
+    mark.style.borderColor = stroke.startsWith("--") ? `var(${stroke})` : stroke;
+    entry.prepend(mark);
+    return entry;
+  });
 }
 
 const short = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 });

@@ -36,7 +36,7 @@ def loaded_by(*arguments: str) -> tuple[int, list[str]]:
         ("id {}", 0),
         ("status {}", 1),
         ("ticket {}", 1),
-        ("leave {}", 0),
+        ("leave {}", 1),
         ("pause {}", 1),
     ],
 )

@@ -46,6 +46,17 @@ def test_the_cut_is_in_the_spec_and_the_needs_are_printed(capsys: pytest.Capture
     assert capsys.readouterr().err.strip().endswith("--gpus is not yet supported in a run with stages")
 
 
+def test_what_fits_which_gpu_is_said_of_a_model_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Qwen3Config(hidden_size=64, num_hidden_layers=2).save_pretrained(tmp_path / "qwen")
+    assert run(["init", "run.toml", "--pretrained", "mine", "--model", "mine=qwen"]) == 0
+    _, first, *ways, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("GPUs of 8, 12, 16 and 24 GB that hold a sequence of ")
+    assert [way.split(":")[0].split()[-1] for way in ways] == ["weights", "fp32", "bf16", "nf4"]
+    assert last == "to see what it costs a peer, run: noloco doctor run.toml"
+    assert run(["init", "other.toml", "--pretrained", "owner/name"]) == 0, "the hub is not asked"
+    assert "GPUs" not in capsys.readouterr().out
+
+
 def test_a_model_by_name_is_cut_from_its_config_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Qwen3Config(
         vocab_size=1000, hidden_size=64, intermediate_size=128, num_hidden_layers=6, num_attention_heads=4,

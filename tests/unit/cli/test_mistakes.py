@@ -66,7 +66,8 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tup
     [
         ("beta = 1.0", "beta = 2.5", "outer.gamma must be < 2 (1 - alpha^2) = 2"),
         ("inner_steps = 50", 'inner_steps = "few"', "outer.inner_steps"),
-        ("alpha = 0.0", "alfa = 0.5", "outer.alfa is not a known field"),
+        ("alpha = 0.0", "alfa = 0.5", "outer.alfa is not a known field; did you mean outer.alpha?"),
+        ('name = "tiny"', 'name = "my run"', "name 'my run' is not a valid name of the run: letters, digits, '.'"),
         ("[outer]", "[outer", "cannot be read as TOML"),
         ('source = "stdlib"', 'source = "/etc/passwd"', "a spec cannot contain a path"),
     ],
@@ -128,7 +129,7 @@ def test_settings_in_the_environment_and_in_the_file_name_themselves(
     file.parent.mkdir(parents=True)
     file.write_text("thread = 1\n")
     code, line = complaint(capsys, "status")
-    assert (code, line) == (3, f"noloco: {file}: thread is not a known field")
+    assert (code, line) == (3, f"noloco: {file}: thread is not a known field; did you mean threads?")
 
 
 @pytest.mark.parametrize(
@@ -145,7 +146,11 @@ def test_settings_in_the_environment_and_in_the_file_name_themselves(
         (["export", ".", "."], 3, "files are never overwritten"),
         (["fork", "run.toml", "run.toml"], 3, "run.toml already exists"),
         (["fork", "run.toml", "new.toml", "--set", "outer.alpha"], 3, "is not of the form KEY=VALUE"),
-        (["fork", "run.toml", "new.toml", "--set", "outer.alfa=1"], 3, "outer.alfa is not a field"),
+        (["fork", "run.toml", "new.toml", "--set", "outer.alfa=1"], 3, "did you mean outer.alpha?"),
+        (["init", "other.toml", "--set", "learning_rate=1"], 3, "did you mean train.learning_rate?"),
+        (["init", "other.toml", "--set", "banana=1"], 3, "banana is not a field of a run spec"),
+        (["leave"], 1, ""),
+        (["status"], 1, ""),
         (["fork", "run.toml", "new.toml", "--set", "model.seed=1"], 3, "the model cannot change"),
         (["fork", "run.toml", "new.toml"], 1, "this machine has no checkpoint of run tiny"),
         (["demo", "--json", "nowhere/report.json"], 3, "nowhere/report.json is not writable"),

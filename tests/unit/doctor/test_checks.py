@@ -120,6 +120,12 @@ def test_a_model_that_is_too_large_is_a_failure(tmp_path: Path) -> None:
     assert needs(TrainerSpec(name="r"), Counts(10**13), settings(tmp_path)).level == "failed"
 
 
+def test_what_fits_which_gpu_is_said_of_a_model_with_adapters(tmp_path: Path) -> None:
+    adapted = PRESETS["tiny"].with_changes({"model.lora.rank": 4})
+    assert [check.name for check in model(adapted, settings(tmp_path))] == ["the model", "GPUs"]
+    assert model(adapted, settings(tmp_path))[1].found.count("(from 8 GB)") == 8
+
+
 def test_each_stage_is_examined_and_what_the_link_carries(tmp_path: Path) -> None:
     spec = StageNeeds.of(PRESETS["tiny"], 3).spec
     checks = model(spec, settings(tmp_path))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
+import pytest
 from harness.hostile import GreedyGossip
 from harness.swap_swarm import Swarm, Trainer, profile
 
@@ -38,11 +40,18 @@ def test_a_greedy_peer_gets_one_and_a_half_times_its_share_at_most() -> None:
 class StallingGossip(GreedyGossip):
     """A greedy liar that holds each partner up for as long as the partner waits."""
 
-    stalls = True
+    stall_s = math.inf
 
 
-def test_who_holds_others_up_is_a_partner_no_more() -> None:
-    peaceful, besieged = run_virtual(train(Gossip, 4, 100)), run_virtual(train(StallingGossip, 4, 100))
+class LateGossip(GreedyGossip):
+    """A greedy liar whose swaps take as long as dozens of others, and are committed."""
+
+    stall_s = 20.0
+
+
+@pytest.mark.parametrize("liar", [StallingGossip, LateGossip])
+def test_who_holds_others_up_is_a_partner_no_more(liar: type[Gossip]) -> None:
+    peaceful, besieged = run_virtual(train(Gossip, 4, 150)), run_virtual(train(liar, 4, 150))
     before, after = (sum(len(trainer.swaps) for trainer in trainers) for trainers in (peaceful, besieged))
     assert after > 0.2 * before  # and without that charge, hardly any
     # It begins with credit for two swaps, and each takes the time of dozens of others.

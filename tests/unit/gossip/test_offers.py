@@ -176,6 +176,17 @@ def test_who_has_had_more_than_its_share_is_drawn_only_when_there_is_nobody_else
     assert drawn(pairing, live[:1]) == {"greedy"}
 
 
+def test_who_has_held_this_peer_up_is_drawn_only_when_the_others_are_away() -> None:
+    pairing, live = Pairing(random.Random(1)), candidates("late", "other")
+    pairing.shares.held_up("late", 20.0)
+    pairing.refused("other", RefuseCode.BUSY, retry_after_s=9.0, now_s=0.0)
+    assert drawn(pairing, live) == set()
+    assert pairing.wait_s(live, 0.0) > 1.0
+    assert pairing.avoids("late", live)
+    pairing.failed("other", 0.0)
+    assert drawn(pairing, live) == {"late"}
+
+
 @pytest.mark.parametrize("is_busy", [False, True], ids=["silent", "always busy"])
 def test_made_up_records_do_not_shrink_the_share_of_honest_peers(is_busy: bool) -> None:
     """Nine tenths of the records lead nowhere. The honest peers can still swap with each other all the time."""

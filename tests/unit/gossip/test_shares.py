@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from noloco_p2p.gossip.pairing import FAIR_SHARES, LEAST, MAX_ACCOUNTS, MOST, START, Shares
@@ -51,6 +53,16 @@ def test_an_account_has_a_floor_and_a_ceiling() -> None:
         assert not shares.owes(peer)
         shares.swapped(peer)
         assert shares.owes(peer)
+
+
+def test_who_holds_a_peer_up_pays_for_the_swaps_of_that_time() -> None:
+    shares, num_swaps = Shares(), 0
+    shares.swapped("late")
+    shares.held_up("late", 20.0)
+    while shares.is_slow("late"):
+        shares.earn(["late"], num_live=2)
+        num_swaps += 1
+    assert num_swaps == math.ceil((20 - START + LEAST) / FAIR_SHARES)
 
 
 def test_memory_is_bounded_and_those_that_owe_most_are_kept() -> None:

@@ -9,7 +9,8 @@ from rich.console import Console
 
 from noloco_p2p.errors import SettingsError
 from noloco_p2p.monitor.tables import COLUMNS, Choice, headlines, plain, view
-from noloco_p2p.monitor.watcher import Watcher
+from noloco_p2p.monitor.watcher import Own, Watcher
+from noloco_p2p.peer_name import MAX_CHARS
 from noloco_p2p.spec import MAX_STAGES
 from noloco_p2p.swarm.records import PeerRecord
 from noloco_p2p.telemetry.metrics import Metrics
@@ -99,19 +100,41 @@ def test_plain_lines_are_aligned_one_a_peer() -> None:
     assert len(lines) == header + 3
 
 
-def test_a_name_stands_beside_the_id_where_any_peer_has_one() -> None:
+def test_a_name_stands_beside_the_id() -> None:
     named = changed(A, name="東京 Ada", trained_s=3 * 3600.0 + 65, tokens=3_410_000)
     lines = plain(swarm(named, B))
     header = next(index for index, line in enumerate(lines) if line.startswith("peer"))
-    assert lines[header].split()[:3] == ["peer", "name", "state"]
+    assert lines[header].split()[:2] == ["peer", "state"]
     assert lines[header + 1].split()[:4] == ["..aaaaaa", "東京", "Ada", "training"]
-    assert lines[header + 2].split()[:3] == ["..bbbbbb", "-", "leaving"]
+    assert lines[header + 2].split()[:2] == ["..bbbbbb", "leaving"]
     assert lines[header].index("state") == lines[header + 1].index("training") + 2, "two letters take two columns each"
     assert "3 h 1 min" in lines[header + 1]
     assert "3.41M" in lines[header + 1]
-    assert "name" not in " ".join(plain(swarm(A, B))).split()
-    assert [peer["peer_id"] for peer in Choice(words="東京").of(swarm(named, B)["peers"])] == [A.peer_id]
-    assert [peer["name"] for peer in Choice("name").of(swarm(named, B)["peers"])] == ["東京 Ada", ""]
+    for words in ("東京", "..aaaaaa", "..aaaaaa 東京 ada"):
+        assert [peer["peer_id"] for peer in Choice(words=words).of(swarm(named, B)["peers"])] == [A.peer_id]
+    partner = changed(B, sequence=2, last_partner=A.peer_id)
+    assert "..aaaaaa 東京 Ada" in plain(swarm(named, partner))[-1], "the partner has the same name there"
+    assert [peer["name"] for peer in Choice("peer").of(swarm(named, B)["peers"])] == ["東京 Ada", ""]
+
+
+def test_the_peer_on_this_machine_the_model_and_the_data_are_named() -> None:
+    watcher = Watcher(TICKET)
+    watcher.about = "1,000 parameters, trained on stdlib"
+    told = [(changed(A, name="Ada"), 1.0), (B, 1.0)]
+    seen = watcher.take(told, directory_age_s=0.5, now_s=1_800_000_000.0, own=Own(A.peer_id))
+    lines = plain(seen)
+    assert headlines(seen)[2] == "1,000 parameters, trained on stdlib"
+    assert [line for line in lines if "(here)" in line] == [lines[-2]]
+    assert lines[-2].startswith("..aaaaaa Ada (here)  training")
+    assert "1,000 parameters, trained on stdlib" in drawn(view(seen, Choice(), width=80, height=24), width=80)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_nothing_is_cut_on_a_screen_of_80_columns(width: int) -> None:
+    long = changed(A, name="x" * MAX_CHARS, state="paused", paused_by="in use")
+    lines = drawn(view(swarm(long, B), Choice(), width=width, height=30), width=width)
+    assert "…" not in "".join(lines)
+    assert any(f"..aaaaaa {'x' * MAX_CHARS}" in line and "paused (in use)" in line for line in lines)
 
 
 def test_what_a_peer_does_not_tell_is_no_zero() -> None:
@@ -166,7 +189,11 @@ def test_stages_are_shown_with_the_stage_of_each_peer(width: int) -> None:
     row = next(line.split() for line in whole if line.startswith("1 "))
     assert row == ["1", "1", "4k", "1.5k", "0", "50", "0", "%", "4", "%", "0.31", "%"]
     header = next(index for index, line in enumerate(whole) if line.startswith("peer"))
-    assert [line.split()[:2] for line in whole[header:]] == [["peer", "stage"], ["..aaaaaa", "0"], ["..iiiiii", "1"]]
+    assert [line.split()[::2][:2] for line in whole[header:]] == [
+        ["peer", "stage"],
+        ["..aaaaaa", "0"],
+        ["..iiiiii", "1"],
+    ]
     assert [peer["stage"] for peer in Choice("stage", descending=True).of(seen["peers"])] == [1, 0]
 
 

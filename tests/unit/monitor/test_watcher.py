@@ -8,7 +8,7 @@ from harness.patience import PATIENCE_S
 from recorded import changed
 
 from noloco_p2p.monitor.notices import WINDOW_S
-from noloco_p2p.monitor.watcher import FORGET_AFTER_S, MAX_PARTNERS, MAX_PEERS, Health, Watcher
+from noloco_p2p.monitor.watcher import FORGET_AFTER_S, MAX_PARTNERS, MAX_PEERS, Health, Own, Watcher
 from noloco_p2p.swarm.directory import Headcount, SwarmDirectory
 from noloco_p2p.swarm.records import TTL_S, PeerRecord
 from noloco_p2p.ticket import Ticket
@@ -206,7 +206,8 @@ def test_a_clock_that_is_set_back_makes_no_peer_older_or_younger(monkeypatch: py
 
 
 def test_the_monitor_says_that_the_peer_on_its_machine_cannot_announce_itself() -> None:
-    made = Watcher(Ticket("r", "0" * 64, ()), lambda: "this peer has not been able to announce itself for 24 s")
+    fault = "this peer has not been able to announce itself for 24 s"
+    made = Watcher(Ticket("r", "0" * 64, ()), lambda: Own("12D3KooW", fault))
     [notice, *_] = made.look(cast(SwarmDirectory, OneRecord()))["notices"]
     assert notice == {
         "level": "bad",

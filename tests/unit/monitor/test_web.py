@@ -109,10 +109,11 @@ def test_prometheus_gets_one_series_for_each_stage() -> None:
         after_s=2.0,
     )
     found: dict[str, list[float]] = {family.key: [] for family in STAGES}
+    keys = {family.full_name: family.key for family in STAGES}
     for sample in site.samples():
-        if sample.name.startswith("noloco_swarm_stage_"):
-            assert int(sample.labels["stage"]) == (2, 1, 0)[len(found[sample.name.removeprefix("noloco_swarm_stage_")])]
-            found[sample.name.removeprefix("noloco_swarm_stage_")].append(sample.value)
+        if key := keys.get(sample.name):
+            assert int(sample.labels["stage"]) == (2, 1, 0)[len(found[key])]
+            found[key].append(sample.value)
     assert (found["peers"], found["capacity"], found["queue"]) == ([0, 2, 1], [0, 7, 10], [0, 6, 2])
     assert (found["late_microbatches"], found["lost_microbatches"]) == ([0, 0, 1], [0, 6, 0])
     assert all(found.values())
@@ -127,6 +128,7 @@ def test_the_page_is_told_its_text_and_who_has_just_swapped_with_whom() -> None:
     assert [value["name"] for value in page["values"]][:2] == ["peers alive", "loss"]
     assert page["values"][0]["text"] == "4"
     known = {peer["id"] for peer in page["graph"]}
+    assert all(peer["label"] and peer["is_own"] is False for peer in page["graph"])
     assert 0 < len(page["meetings"]) < len(site.watcher.meetings)
     assert all({peer, partner} <= known for _, peer, partner in page["meetings"])
     assert all(0 <= site.now_s - at_s <= MEETINGS_SHOWN_S + 0.1 for at_s, _, _ in page["meetings"])

@@ -105,6 +105,9 @@ def test_replicas_stay_together_and_their_mean_is_that_of_their_steps(tmp_path: 
         together(*(replica.outer.close for replica in replicas))
         ends = torch.stack([flat(replica.model) for replica in replicas])
     assert all(len(replica.swaps) > 5 for replica in replicas)
+    assert str(Swapped("12D3KooWabcdef", 0.125, 2, 0.31, 1.0)) == (
+        "swapped 12 % of the weights with ..abcdef in 0.31 s, 2 steps old"
+    )
     torch.testing.assert_close(ends.mean(0) - start, torch.full_like(start, 0.3), rtol=0.0, atol=2e-5)
     assert float((ends - ends.mean(0)).abs().max()) < 0.2  # without swaps, they would be up to 1.8 apart
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from contextlib import nullcontext
 
@@ -110,3 +112,22 @@ def test_half_differences_are_added_where_they_belong(device: str) -> None:
     expected[start:stop] += halves
     weights.add(start, halves)
     assert torch.equal(weights.read(0, 1_000_000), expected)
+
+
+MEMORY = """
+import psutil, torch
+from noloco_p2p.outer.flat import FlatParameters
+from noloco_p2p.outer.weights import Weights
+from noloco_p2p.spec import OuterSpec
+
+model = torch.nn.ParameterList([torch.zeros(1 << 24), torch.zeros(1 << 24)])
+before = psutil.Process().memory_info().rss
+weights = Weights(FlatParameters(model), OuterSpec())
+print(psutil.Process().memory_info().rss - before)
+"""
+
+
+def test_weights_without_an_outer_step_take_little_memory() -> None:
+    """The C library kept a hole of 1 MiB for each small sample of a chunk, in total as much as the model."""
+    done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 32 << 20, "a quarter of the model"

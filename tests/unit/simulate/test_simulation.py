@@ -87,6 +87,8 @@ def test_a_clean_swarm_learns_and_stays_together() -> None:
     assert result.virtual_s == pytest.approx(STEPS, abs=0.1)
     assert (alone.swaps.committed, alone.sent_bytes) == (0, 0), "absent peers never swap"
     assert len(table([result])) == 2
+    assert str(result).startswith(f"{result.rule}: loss {result.loss:.4f}, merged ")
+    assert "\n" not in str(result)
 
 
 def test_two_replicas_that_wait_are_diloco() -> None:

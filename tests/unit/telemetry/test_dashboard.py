@@ -11,13 +11,7 @@ from typing import Any
 from noloco_p2p.telemetry import prometheus
 
 FILE = Path(__file__).resolve().parents[3] / "docker" / "grafana.json"
-FAMILIES = {
-    family.full_name: family
-    for family in (
-        *(*prometheus.PEER, prometheus.PEER_INFO, prometheus.LIVE_PEERS, prometheus.SWARM_PEERS),
-        *(*prometheus.SWARM, *prometheus.STAGES, prometheus.DIRECTORY_AGE),
-    )
-}
+FAMILIES = {family.full_name: family for family in prometheus.ALL}
 OF_PROMETHEUS = {"instance", "job"}  # labels of every target
 QUERY = re.compile(r"noloco_\w+")
 MATCHED = re.compile(r"(\w+)=~")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -71,6 +73,23 @@ def test_activation_checkpointing_is_the_same_step() -> None:
     assert needed[1] < needed[0] / 2
     with pytest.raises(SettingsError, match="activation-checkpointing"):
         switch_on(nn.Linear(2, 2), Compute(activation_checkpointing=True))
+
+
+def test_fused_kernels_are_applied_to_the_model_or_say_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    given, library = list[nn.Module](), ModuleType("liger_kernel.transformers")
+    vars(library)["_apply_liger_kernel_to_instance"] = lambda model: given.append(model)
+    monkeypatch.setitem(sys.modules, "liger_kernel", ModuleType("liger_kernel"))
+    monkeypatch.setitem(sys.modules, library.__name__, library)
+    model = build_model(MODEL, sequence_length=16)
+    switch_on(model, Compute())
+    switch_on(model, Compute(liger=True))
+    assert given == [model]
+    monkeypatch.setitem(sys.modules, "liger_kernel", None)
+    monkeypatch.setitem(sys.modules, library.__name__, None)
+    with pytest.raises(SettingsError, match=r"^--liger requires .*: pip install 'noloco_p2p\[fast\]'$"):
+        switch_on(model, Compute(liger=True))
+    with pytest.raises(SettingsError, match=r"^--liger works only on NVIDIA and AMD GPUs"):
+        Compute.of(PeerSettings(liger=True, device="cpu"))
 
 
 def test_bf16_computes_in_bf16_over_fp32_weights() -> None:

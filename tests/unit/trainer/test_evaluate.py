@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from noloco_p2p.spec import ModelSpec
 from noloco_p2p.trainer.evaluate import evaluate_loss
@@ -14,7 +15,7 @@ from noloco_p2p.trainer.model import build_model
 
 
 class Bigram(nn.Module):
-    """Returns logits of the next token given the current one, after dropout."""
+    """Returns the loss of the next token given the current one, after dropout."""
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__()
@@ -22,8 +23,9 @@ class Bigram(nn.Module):
         self.dropout = nn.Dropout(0.5)
         self.frozen = nn.Dropout(0.5).eval()
 
-    def forward(self, input_ids: Tensor) -> SimpleNamespace:
-        return SimpleNamespace(logits=self.frozen(self.dropout(self.table(input_ids))))
+    def forward(self, input_ids: Tensor, labels: Tensor) -> SimpleNamespace:
+        logits = self.frozen(self.dropout(self.table(input_ids)))[:, :-1]
+        return SimpleNamespace(loss=cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten()))
 
 
 def test_it_equals_the_models_own_loss_on_equal_batches() -> None:

@@ -69,7 +69,7 @@ def test_the_flops_of_muon_are_those_of_its_products(shape: tuple[int, int]) -> 
     assert counter.get_total_flops() == flops(*shape)
 
 
-@pytest.mark.parametrize("inner_optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("inner_optimizer", ["adamw", "adamw8bit", "muon"])
 def test_it_learns_and_goes_on_bit_for_bit_through_a_checkpoint(tmp_path: Path, inner_optimizer: str) -> None:
     whole = make(inner_optimizer)
     first = float(whole(batch(0), progress=0.0))

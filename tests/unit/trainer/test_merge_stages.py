@@ -21,9 +21,9 @@ from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.outer.checkpoint import Checkpoints
 from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.peer.run_folder import stage_folder
+from noloco_p2p.peer_name import named
 from noloco_p2p.presets import render
 from noloco_p2p.spec import TrainerSpec
-from noloco_p2p.telemetry.console import named
 from noloco_p2p.trainer.cut import cut_of
 from noloco_p2p.trainer.model import build_model
 from noloco_p2p.trainer.stage import build_part, build_stage

@@ -26,6 +26,7 @@ from noloco_p2p.outer.weights import Weights
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.spec import DataSpec, ModelSpec, TrainerSpec, TrainSpec
 from noloco_p2p.testing.peers import MemorySwarm
+from noloco_p2p.trainer import chunked_loss
 from noloco_p2p.trainer.compute import Compute
 from noloco_p2p.trainer.inner_step import InnerStep
 from noloco_p2p.trainer.model import build_model
@@ -142,6 +143,20 @@ def test_ranks_train_the_model_that_one_process_trains(tmp_path: Path, optimizer
     assert found.keys() == expected.keys()
     for name, values in expected.items():
         assert torch.allclose(found[name], values, atol=atol), name
+
+
+def in_chunks(act: Callable[[Ranks], None], ranks: Ranks) -> None:
+    chunked_loss.LOGITS_BYTES = 4 * 99 * 7  # of seven tokens
+    act(ranks)
+
+
+def test_ranks_compute_the_loss_in_chunks(tmp_path: Path) -> None:
+    act = partial(train_sharded, spec=SPEC, steps=range(4), resume=None, to=tmp_path / "chunked")
+    run_ranks(2, partial(in_chunks, act), partial(in_chunks, follow_rank_0))
+    found, (losses, expected) = load_file(tmp_path / "chunked"), plain(range(4), SPEC)
+    assert found.pop("losses").tolist() == pytest.approx(losses, abs=1e-5)
+    for name, values in expected.items():
+        assert torch.allclose(found[name], values, atol=2e-5), name
 
 
 def test_what_ranks_have_saved_goes_on_with_the_same_bits_and_with_other_ranks(tmp_path: Path) -> None:
