@@ -93,7 +93,7 @@ SIZES = {
 }
 AT_ALL_LINKS = "0.3M"  # the size at which all questions are asked
 FLOPS_PER_S = 5e10  # of one thread of the CPUs in results/ladder.txt, beside other work; for `--minutes`
-RATES = {"muon": (0.008, 0.016, 0.032), "adamw": (0.004, 0.008, 0.016)}  # of the tuning
+RATES = {"muon": (0.004, 0.008, 0.016, 0.032), "adamw": (0.004, 0.008, 0.016)}  # of the tuning
 # The settings that the tuning tries for each rule: (rule of rules.py, or "swarm"; inner steps; outer alpha and beta).
 NESTEROV = ((0.9, 0.7), (0.6, 0.9), (0.3, 1.0), (0.0, 1.0))
 RULES: dict[str, tuple[str, int, tuple[tuple[float, float], ...]]] = {

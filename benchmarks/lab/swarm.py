@@ -33,6 +33,7 @@ from noloco_p2p.simulate.plan import Event, Plan, peer_name
 from noloco_p2p.simulate.result import Point, Result, Swaps
 from noloco_p2p.telemetry.metrics import Metrics
 
+SAME_MOMENT_S = 1e-3
 FIRST_BYTES = 0.6  # per element; the size of the first slice assumes it
 
 
@@ -88,7 +89,7 @@ class LabReplica:
         self.metrics = Metrics()
         self.mixing = Mixing(spec, self.weights, self.exchange, self.metrics, clock=lab.now_s, cpu_clock=lab.now_s)
         self.exchange.num_live = lambda: len(lab.live)
-        self.exchange.on_open = lab.match
+        self.exchange.on_open = lab.opened
         if donor:
             self.weights.take(donor.weights.tensors())
             self.mixing.restart(progress=donor.mixing.progress)
@@ -189,7 +190,9 @@ class Swarm:
         self.live[number] = replica
         self.all.append(replica)
         batches = self.material.batches(replica.name, replica=number)
-        phase_s = self._rng.random() * replica.step_s  # the steps of real peers do not end at the same moment
+        # The steps of real peers do not end at the same moment. Those of the paper's algorithm do, so that pairs are
+        # random; otherwise, the same neighbours would meet at each outer step.
+        phase_s = 0.0 if self.material.spec.outer.wait else self._rng.random() * replica.step_s
         self._tasks[number] = self._group.create_task(replica.train(batches, phase_s))
 
     def _change(self, event: Event) -> None:
@@ -204,6 +207,10 @@ class Swarm:
             self.steps.drop(event.replica)
 
     # swaps
+
+    def opened(self) -> None:
+        """Match replicas that wait for a swap, after all that wait from this moment on have said so."""
+        asyncio.get_running_loop().call_later(SAME_MOMENT_S, self.match)
 
     def match(self) -> None:
         """Let replicas whose links are free meet at random, if each may have a swap of the other."""
