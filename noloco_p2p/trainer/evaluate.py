@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from noloco_p2p.data.samples import UNLEARNED, num_targets
 from noloco_p2p.telemetry.progress import Progress
-from noloco_p2p.trainer.model import causal_lm_loss, samples_loss
+from noloco_p2p.trainer.model import causal_lm_logits, causal_lm_loss, samples_loss
 
 LOGITS_BYTES = 512 << 20  # limit for the fp32 logits of one pass; the loss needs as much memory again
 
@@ -81,5 +81,5 @@ def mixes_samples(model: nn.Module) -> bool:
     rows = torch.tensor([[1, 2, 3, 4, 5, 6], [6, 5, 4, 4, 5, 6]], device=param.device)
     positions = torch.tensor([0, 1, 2, 0, 1, 2], device=param.device).expand_as(rows)
     with evaluating(model):
-        one, other = model(input_ids=rows, position_ids=positions).logits[:, 3:].float()
+        one, other = causal_lm_logits(model, rows, positions)[:, 3:].float()
     return not torch.allclose(one, other, rtol=0, atol=float(one.abs().max()) * torch.finfo(param.dtype).eps ** 0.5)

@@ -212,6 +212,11 @@ def loss_for(data: DataSpec) -> Callable[[nn.Module, Tensor], Tensor]:
     return samples_loss if data.packs_samples else causal_lm_loss
 
 
+def causal_lm_logits(model: nn.Module, tokens: Tensor, positions: Tensor) -> Tensor:
+    """Return logits of shape (sequences, tokens, vocabulary) for `tokens` and `positions` (sequences, tokens)."""
+    return model(input_ids=tokens, position_ids=positions).logits
+
+
 def configure_for_export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Configure the model for other programs, with the key-value cache that training disables.
 
