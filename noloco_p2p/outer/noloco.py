@@ -55,7 +55,7 @@ class Membership(Protocol):
     """The network services that the outer step needs."""
 
     def enter(
-        self, *, layout: ModelLayout, target: Path | None, loss_of: Callable[[Path], float] | None = None
+        self, *, layout: ModelLayout, target: Path | None, loss_of: Callable[[Path | None], float] | None = None
     ) -> StateManifest | None:
         """Announce which model this peer trains.
 
@@ -513,9 +513,11 @@ class NoLoCo:
             self.entered = True
         self._peer.metrics.progress = self._place["progress"]
 
-    def _loss_of(self, path: Path) -> float:
-        """Return the loss with the state in a file. The model keeps its own weights."""
+    def _loss_of(self, path: Path | None) -> float:
+        """Return the loss with the state in a file, or with the current weights, which the model keeps."""
         assert self._loss
+        if path is None:
+            return float(self._loss())
         with self.weights.parameters.replaced(load_file(path)[WEIGHTS]):
             return float(self._loss())
 

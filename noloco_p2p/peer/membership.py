@@ -66,7 +66,7 @@ class Membership:
         self._catch_up_again_s = 0.0
         self._ask_again_s = 0.0
         self._asked: Future[Sequence[Candidate]] | None = None
-        self._loss_of: Callable[[Path], float] | None = None
+        self._loss_of: Callable[[Path | None], float] | None = None
         self._has_model = Event()  # from `enter` on
         self._losses: list[float] = []  # of states that have been refused
         self._refusals: dict[str, str] = {}  # peer id -> why the last fetch got no state from it
@@ -98,11 +98,12 @@ class Membership:
         return self._fetching is not None and not self._fetching.done()
 
     def enter(
-        self, *, layout: ModelLayout, target: Path | None, loss_of: Callable[[Path], float] | None = None
+        self, *, layout: ModelLayout, target: Path | None, loss_of: Callable[[Path | None], float] | None = None
     ) -> StateManifest | None:
         """Announce which model this peer trains. If `target` is given, fetch the state of a live peer into that file.
 
-        `loss_of` returns the loss of a state on this peer's own data. Raises the errors of `_fetch_first`.
+        `loss_of` returns the loss of a state, or for None of the current weights, on this peer's own data. Raises the
+        errors of `_fetch_first`.
         """
         net, self._loss_of = self._network, loss_of
         self._has_model.set()
@@ -324,6 +325,7 @@ class Membership:
                     live=net.live_peers.live,
                     check_file=check_file,
                     loss_of=self._loss,
+                    has_own=math.isfinite(newer_than),
                     losses=self._losses,
                 )
                 self._refusals = admission.refused
@@ -345,8 +347,11 @@ class Membership:
             raise CheckpointError(f"the state of the swarm cannot be written to {target}: {error}") from None
         return manifest
 
-    def _loss(self, path: Path) -> float:
-        """Return the loss of a state as soon as the caller has built its model, or -inf if no loss is checked."""
+    def _loss(self, path: Path | None) -> float:
+        """Return the loss of a state, or of the current weights, as soon as the caller has built its model.
+
+        It is -inf if no loss is checked.
+        """
         self._has_model.wait()
         return self._loss_of(path) if self._loss_of else -math.inf
 

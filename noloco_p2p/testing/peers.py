@@ -185,7 +185,7 @@ class MemoryPeer:
     # what the outer step needs
 
     def enter(
-        self, *, layout: ModelLayout, target: Path | None, loss_of: Callable[[Path], float] | None = None
+        self, *, layout: ModelLayout, target: Path | None, loss_of: Callable[[Path | None], float] | None = None
     ) -> StateManifest | None:
         self.layout = layout.digest()
         self.states.layout = layout

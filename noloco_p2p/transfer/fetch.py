@@ -73,8 +73,8 @@ class Admission:
 
     `layout` is that of this peer's own model. `live` returns the live peers in the directory. `check_file` checks a
     whole file, and raises CheckpointError with the reason. `loss_of` returns the loss of the state in a file on this
-    peer's own data. `losses` holds those of the states that have been refused for it since the last state was
-    accepted, also from earlier fetches.
+    peer's own data, or for None that of its own weights, which it has trained if `has_own`. `losses` holds those of the
+    states that have been refused for it since the last state was accepted, also from earlier fetches.
     `refused` holds, by peer id, why a state was not fetched.
     """
 
@@ -86,13 +86,15 @@ class Admission:
         *,
         live: Callable[[], Sequence[Candidate]],
         check_file: Callable[[Path], object],
-        loss_of: Callable[[Path], float] | None = None,
+        loss_of: Callable[[Path | None], float] | None = None,
+        has_own: bool = False,
         losses: list[float] | None = None,
     ) -> None:
         self.layout, self.num_elements = layout.digest(), layout.num_elements
         self.num_bytes = state_file_bytes(layout.num_elements, spec.outer)
         self._check_file = check_file
         self._loss_of = loss_of
+        self._has_own = has_own
         self._losses = [] if losses is None else losses
         self.refused: dict[str, str] = {}
         self._furthest = 2 * spec.furthest
@@ -110,16 +112,20 @@ class Admission:
         """Raise CheckpointError if the state in a file is not valid, or much worse than those of the other peers.
 
         The loss of a state may be 0.5 nats above the median of the losses that live peers announce. If this peer's data
-        is harder than that of the others, all states seem worse. So once three states have been refused, it may also be
-        0.5 nats above the lowest of their losses. Liars can answer before all honest peers, which may be saving.
+        is harder than that of the others, all states seem worse. So it may also be 0.5 nats above that of the weights
+        that this peer has trained, and, once three states have been refused, above the lowest of their losses: liars
+        can answer before all honest peers, which may be saving.
         """
         await asyncio.to_thread(self._check_file, path)
         usual = [each.loss for each in self._live() if each.loss is not None and math.isfinite(each.loss)]
         if not self._loss_of or not usual:
             return
         loss = await asyncio.to_thread(self._loss_of, path)
-        alike = [min(self._losses)] if len(self._losses) >= NUM_ALIKE else []
-        if not loss <= max([median(usual), *alike]) + MOST_ABOVE:
+        alike = min(self._losses) if len(self._losses) >= NUM_ALIKE else -math.inf
+        most = max(float(median(usual)), alike)
+        if not loss <= most + MOST_ABOVE and self._has_own:
+            most = max(most, await asyncio.to_thread(self._loss_of, None))
+        if not loss <= most + MOST_ABOVE:
             if math.isfinite(loss):
                 self._losses.append(loss)
             raise CheckpointError(

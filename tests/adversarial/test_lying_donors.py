@@ -242,7 +242,12 @@ def test_of_two_states_that_differ_wildly_none_is_taken(
 
 
 async def enter(
-    crowd: Crowd, target: Path, *, newer_than: float, loss_of: Callable[[Path], float] | None = None
+    crowd: Crowd,
+    target: Path,
+    *,
+    newer_than: float,
+    loss_of: Callable[[Path | None], float] | None = None,
+    has_own: bool = False,
 ) -> StateManifest | None:
     weights, layout = start()
     transport = cast(Transport, crowd.transport())
@@ -250,7 +255,7 @@ async def enter(
     return await fetch_state(
         transport,
         list(crowd.live()),  # the liar comes first
-        Admission(SPEC, transport, layout, live=crowd.live, check_file=check_file, loss_of=loss_of),
+        Admission(SPEC, transport, layout, live=crowd.live, check_file=check_file, loss_of=loss_of, has_own=has_own),
         target=target,
         newer_than=newer_than,
         live=crowd.live,
@@ -275,7 +280,8 @@ def test_a_newcomer_notices_false_weights_on_its_own_data(tmp_path: Path, caplog
     crowd.candidates[:] = [replace(peer, loss=0.0 if peer.peer_id == LIAR else 2.0) for peer in crowd.candidates]
     honest_states = [honest(seed) for seed in range(NUM_HONEST)]
 
-    def loss_of(path: Path) -> float:
+    def loss_of(path: Path | None) -> float:
+        assert path, "a newcomer has no weights of its own"
         weights = load_file(path)["weights"]
         return 2.1 if any(torch.equal(weights, each) for each in honest_states) else 9.0
 
@@ -289,6 +295,20 @@ def test_a_newcomer_whose_data_is_harder_takes_the_fourth_honest_state(tmp_path:
     crowd.candidates[:] = [replace(peer, loss=2.0) for peer in crowd.candidates if peer.peer_id != LIAR]
     assert asyncio.run(enter(crowd, tmp_path / "fetched", newer_than=-1.0, loss_of=lambda path: 5.0))
     assert torch.equal(load_file(tmp_path / "fetched")["weights"], honest(3))
+
+
+@pytest.mark.parametrize(("own", "taken"), [(4.6, 0), (4.0, 3)])
+def test_a_peer_whose_data_differ_takes_a_state_that_is_as_good_as_its_own_weights(
+    own: float, taken: int, tmp_path: Path
+) -> None:
+    crowd = crowd_with(tmp_path, None)
+    crowd.candidates[:] = [replace(peer, loss=2.0) for peer in crowd.candidates]
+
+    def loss_of(path: Path | None) -> float:
+        return 5.0 if path else own
+
+    assert asyncio.run(enter(crowd, tmp_path / "fetched", newer_than=0.0, loss_of=loss_of, has_own=True))
+    assert torch.equal(load_file(tmp_path / "fetched")["weights"], honest(taken))
 
 
 @pytest.mark.parametrize("losses", [[11.0, 11.0, 11.0], [30.0, 30.0, 2.6, 11.0]], ids=["three", "one far worse"])
