@@ -142,7 +142,7 @@ def test_the_terminal_view_lives_resizes_and_goes_in_order(swarm: Swarm) -> None
         losses = [found[1] for line in lines if line.startswith("..") and (found := LOSS.search(line))]
         assert losses == sorted(losses)
         assert "trained on stdlib" in "".join(lines), "what is trained on what"
-        terminal.resize(200, 30)
+        terminal.resize(240, 30)
         wide = terminal.wait_for("version", "reach", "heard  failed")
         assert len(next(line for line in wide if line.startswith("peer"))) > 100
         terminal.process.send_signal(signal.SIGINT)
