@@ -8,6 +8,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -100,7 +101,9 @@ def test_the_recipe(machines: tuple[Path, Path]) -> None:
         assert "faults: none" in founder.text
         needs = [line.partition("needs: ")[2] for line in founder.text.splitlines() if "needs: " in line]
         assert len(needs) == 3, "of init, doctor and join"
-        assert len({line.partition(" for the model")[0] for line in needs}) == 1
+        of_model = re.findall(r"([\d.]+ [KMG]iB)(?: of it)? for the model", "\n".join(needs))
+        assert len(of_model) == 3, needs
+        assert len(set(of_model)) == 1, needs
         (other / "tokenizer").symlink_to(first / "tokenizer")
         with Machine(other, bind, enter, replaced={"TICKET": ticket}) as newcomer:
             newcomer.wait_for("% apart")  # a swap
