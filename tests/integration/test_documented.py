@@ -93,7 +93,8 @@ class Desk:
             self.ticket = running.wait_for(TICKET_LINE).split()[-1]
         elif not founds_another_run:  # the first peer may leave
             self._capsys.readouterr()
-            assert run(["ticket", "--state-dir", str(self.folder / f"state-{self._typed}")]) == 0
+            folder = typed[typed.index("--state-dir") + 1] if "--state-dir" in typed else f"state-{self._typed}"
+            assert run(["ticket", "--state-dir", str(self.folder / folder)]) == 0
             self.ticket = self._capsys.readouterr().out.split()[-1]
         self._peers.append(running)
 
