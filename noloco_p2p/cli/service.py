@@ -18,6 +18,7 @@ from noloco_p2p.ticket import Ticket
 
 NAME = "noloco.service"
 STOP_S = 150  # a large checkpoint takes time
+ANSWER_S = STOP_S + 30.0  # a restart waits until the peer has stopped
 # Wrong settings (3) and wrong usage (2) do not get better by themselves. After `noloco leave`, the peer stays away
 # until the next start of the machine.
 UNIT = """\
@@ -85,8 +86,10 @@ def _quoted(word: str) -> str:
 def _systemctl(*arguments: str) -> None:
     command = ["systemctl", "--user", *arguments]
     try:
-        subprocess.run(command, check=True, capture_output=True, text=True)
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=ANSWER_S)
     except FileNotFoundError:
         raise NolocoError("this machine has no systemd; start `noloco join` with its own service manager") from None
+    except subprocess.TimeoutExpired:
+        raise NolocoError(f"`{' '.join(command)}` did not end within {ANSWER_S:.0f} s") from None
     except subprocess.CalledProcessError as error:
         raise NolocoError(f"`{' '.join(command)}` failed: {error.stderr.strip()}") from None
