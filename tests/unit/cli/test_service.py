@@ -54,3 +54,15 @@ def test_a_machine_without_systemd_is_told_before_anything_is_written(
     assert run(["service", TICKET, "--state-dir", str(tmp_path / "state")]) == 1
     assert "this machine has no systemd" in capsys.readouterr().err
     assert not (tmp_path / "state").exists()
+
+
+def test_a_systemd_that_hangs_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hanging = tmp_path / "systemctl"
+    hanging.write_text("#!/bin/sh\nexec /bin/sleep 600\n")
+    hanging.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(service, "ANSWER_S", 0.1)
+    assert run(["service", TICKET, "--state-dir", str(tmp_path / "state")]) == 1
+    assert "did not end within" in capsys.readouterr().err
