@@ -130,8 +130,10 @@ class StateServer:
     def _newest(self) -> SavedState:
         """Return the saved state if it is recent. Otherwise, ask training to save one."""
         saved, now_s = self._any(), self._clock()
-        is_old = self.spec and self._position() - saved.manifest.progress > self.spec.furthest / 2
-        if not is_old:
+        position, progress = self._position(), saved.manifest.progress
+        is_old = self.spec and position - progress > self.spec.furthest / 2
+        is_young = progress < position / 2  # early in a run, a few steps change the loss by more than `Admission` allows
+        if not (is_old or is_young):
             return saved
         self._want_newer()
         if now_s - self._asked_at_s > SAVING_S:

@@ -70,6 +70,21 @@ async def test_a_newcomer_waits_for_a_state_that_is_not_far_behind(tmp_path: Pat
     assert not states.take_wanted()
 
 
+async def test_early_in_a_run_a_newcomer_waits_for_a_state_that_is_not_from_its_start(tmp_path: Path) -> None:
+    position = 0.0
+    states = StateServer(SPEC, position=lambda: position)
+    states.saved = first = saved(tmp_path, progress=0.0)
+    assert await listed(states.serve(WantManifest())) == [first.manifest]
+    position = SPEC.furthest / 10
+    with pytest.raises(Refused, match="saving a newer state"):
+        await listed(states.serve(WantManifest()))
+    assert states.take_wanted()
+    states.saved = newer = saved(tmp_path, progress=position)
+    position *= 1.5
+    assert await listed(states.serve(WantManifest())) == [newer.manifest]
+    assert not states.take_wanted()
+
+
 async def test_a_donor_that_never_saves_is_told_once_that_newcomers_wait(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
