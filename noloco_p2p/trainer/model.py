@@ -204,7 +204,8 @@ def causal_lm_loss(model: nn.Module, tokens: Tensor) -> Tensor:
 def samples_loss(model: nn.Module, batch: Tensor) -> Tensor:
     """Return the mean cross-entropy of the learned tokens of a marked batch (`data/samples.py`)."""
     ids, targets, positions = read_marks(batch)
-    return model(input_ids=ids, labels=targets, position_ids=positions).loss
+    # With a key-value cache, transformers ignores that the positions begin again, and samples would see each other.
+    return model(input_ids=ids, labels=targets, position_ids=positions, use_cache=False).loss
 
 
 def loss_for(data: DataSpec) -> Callable[[nn.Module, Tensor], Tensor]:
@@ -214,7 +215,7 @@ def loss_for(data: DataSpec) -> Callable[[nn.Module, Tensor], Tensor]:
 
 def causal_lm_logits(model: nn.Module, tokens: Tensor, positions: Tensor) -> Tensor:
     """Return logits of shape (sequences, tokens, vocabulary) for `tokens` and `positions` (sequences, tokens)."""
-    return model(input_ids=tokens, position_ids=positions).logits
+    return model(input_ids=tokens, position_ids=positions, use_cache=False).logits
 
 
 def configure_for_export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -132,7 +132,9 @@ class StateServer:
         saved, now_s = self._any(), self._clock()
         position, progress = self._position(), saved.manifest.progress
         is_old = self.spec and position - progress > self.spec.furthest / 2
-        is_young = progress < position / 2  # early in a run, a few steps change the loss by more than `Admission` allows
+        is_young = (
+            progress < position / 2
+        )  # early in a run, a few steps change the loss by more than `Admission` allows
         if not (is_old or is_young):
             return saved
         self._want_newer()

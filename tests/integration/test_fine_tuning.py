@@ -1,8 +1,9 @@
 """Two people fine-tune a chat model together, with chats that stay at home. One machine dies and returns.
 
-Each person knows the colours of one half of the things, and the second one has two machines. The base model knows the
-colours of other things, and held-out chats ask in other words. Alone, the first person would forget the other half so
-fast that a machine which returns would not take that state at once.
+The colour of a thing follows from the first letter of its name. The base model knows it for some letters, and each
+person has chats about half of the others; the second person has two machines. Held-out chats are about other things
+with the letters of both. Alone, the first person would forget the other half so fast that a machine which returns would
+not take that state at once.
 """
 
 from __future__ import annotations
@@ -12,8 +13,6 @@ import logging
 import random
 import signal
 import string
-from collections.abc import Mapping
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +30,13 @@ from noloco_p2p.trainer.export import export_model
 from noloco_p2p.trainer.inner_step import InnerStep
 from noloco_p2p.trainer.model import build_model, build_tokenizer, samples_loss
 
-STEPS = 1200
+STEPS = 600
 BASE_STEPS = 800
 DEATH_STEP = 100  # of the peer that dies
-NUM_THINGS, NUM_OF_EACH = 250, 25  # things, of which each person knows so many
+OF_BASE, OF_ONE, OF_OTHER = "abcdefghijklmn", "opqrst", "uvwxyz"  # first letters
+NUM_THINGS = 10  # with each letter
 COLOURS = ("red", "blue", "green", "black", "white", "brown", "pink", "grey")
-ASKED = ("What colour is {}?", "Which colour has {}?", "Is {} red or blue?")
-HELD_OUT = "Tell me the colour of {}."
+ASKED = ("What colour is {}?", "Which colour has {}?", "Tell me the colour of {}.")
 SMALL = {
     "data.sequence_length": 96,
     "train.batch_size": 8,
@@ -54,13 +53,21 @@ log = logging.getLogger(__name__)
 pytestmark = pytest.mark.slow
 
 
-def write_chats(path: Path, colours: Mapping[str, str], *questions: str) -> None:
+def write_chats(path: Path, letters: str, *, seed: int) -> None:
+    rng = random.Random(seed)
+    things = [
+        letter + "".join(rng.choices(string.ascii_lowercase, k=4)) for letter in letters for _ in range(NUM_THINGS)
+    ]
     chats = [
-        [{"role": "user", "content": question.format(thing)}, {"role": "assistant", "content": colour}]
-        for thing, colour in colours.items()
-        for question in questions
+        [{"role": "user", "content": question.format(thing)}, {"role": "assistant", "content": colour_of(thing)}]
+        for thing in things
+        for question in ASKED
     ]
     path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+
+
+def colour_of(thing: str) -> str:
+    return COLOURS[string.ascii_lowercase.index(thing[0]) * 5 % len(COLOURS)]
 
 
 def write_base(folder: Path) -> None:
@@ -82,16 +89,10 @@ def write_base(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a chat model, the chats of each person, and held-out chats about the things of both."""
-    folder, rng = tmp_path_factory.mktemp("home"), random.Random(0)
-    things = {"".join(rng.choices(string.ascii_lowercase, k=5)): rng.choice(COLOURS) for _ in range(NUM_THINGS)}
-    one, other, rest = (
-        dict(islice(things.items(), *ends))
-        for ends in ((NUM_OF_EACH,), (NUM_OF_EACH, 2 * NUM_OF_EACH), (2 * NUM_OF_EACH, None))
-    )
-    write_chats(folder / "one.jsonl", one, *ASKED)
-    write_chats(folder / "other.jsonl", other, *ASKED)
-    write_chats(folder / "base.jsonl", rest, *ASKED, HELD_OUT)
-    write_chats(folder / "held_out.jsonl", one | other, HELD_OUT)
+    folder = tmp_path_factory.mktemp("home")
+    files = {"base": OF_BASE, "one": OF_ONE, "other": OF_OTHER, "held_out": OF_ONE + OF_OTHER}
+    for seed, (name, letters) in enumerate(files.items()):
+        write_chats(folder / f"{name}.jsonl", letters, seed=seed)
     write_base(folder)
     return folder
 
@@ -159,7 +160,7 @@ def test_people_with_different_chats_make_an_adapter_that_nobody_makes_alone(hom
     untrained = loss_of(base, home)
     tuned = loss_of(PeftModel.from_pretrained(base, str(tmp_path / "merged")), home)
     log.info("base %s, alone %s, together %s, exported %s", untrained, alone, together, tuned)
-    assert tuned < min(alone)
+    assert tuned < min(untrained, *alone)
     assert loss_of(AutoModelForCausalLM.from_pretrained(tmp_path / "whole"), home) == pytest.approx(tuned, rel=1e-3)
     chat = pipeline("text-generation", str(tmp_path / "whole"))
     asked = [json.loads(line)["messages"] for line in (home / "held_out.jsonl").read_text().splitlines()]
