@@ -14,9 +14,9 @@ from noloco_p2p._version import __version__
 from noloco_p2p.control import ask
 from noloco_p2p.devices import has_own_memory
 from noloco_p2p.doctor import Check
-from noloco_p2p.errors import DirectoryError, NolocoError, PeerError
-from noloco_p2p.gossip.frames import StateChunk, StateManifest, WantChunks, WantManifest
-from noloco_p2p.gossip.seams import Candidate
+from noloco_p2p.errors import DirectoryError, NolocoError, PeerError, Refused
+from noloco_p2p.gossip.frames import RefuseCode, StateChunk, StateManifest, WantChunks, WantManifest
+from noloco_p2p.gossip.seams import Candidate, Transport
 from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.peer.run_folder import remembered_ports
 from noloco_p2p.peer_name import named
@@ -39,6 +39,8 @@ NOBODY = "no other peer can be dialled"
 ASKED_PEERS = 3
 DOWNLOAD_CHUNKS = 16
 DOWNLOAD_S = 10.0
+BUSY_S = 15.0  # for which a busy peer is asked again; it may be saving a newer state
+LEAST_RETRY_S = 0.5
 SLOW_LINK_BYTES_PER_S = 1e6
 
 
@@ -150,13 +152,31 @@ def reachability(found: DialBack, peer_id: str) -> Check:
     return Check("reached", "ok", f"{seen} and can reach its ports {ports}")
 
 
-async def _download(peers: Sequence[Candidate], transport: GrpcTransport) -> tuple[StateManifest | None, float, Check]:
+async def _download(peers: Sequence[Candidate], transport: Transport) -> tuple[StateManifest | None, float, Check]:
     """Measure the download speed by fetching a few chunks of state from the first peer that serves it.
 
     Return the manifest of the state, the speed in bytes per second, and the check.
     """
     faults = []
     for peer in peers[:ASKED_PEERS]:
+        try:
+            manifest, speed = await _measured(peer, transport)
+        except (NolocoError, TimeoutError) as error:
+            faults.append(f"{named(peer.peer_id, peer.name)}: {error or 'too slow'}")
+            continue
+        text = (
+            f"{mib(speed)}/s from {named(peer.peer_id, peer.name)} (download; the state is {mib(manifest.num_bytes)})"
+        )
+        slow = "over a slow link, swaps carry small parts of the weights, so replicas drift apart; use a smaller model"
+        return manifest, speed, Check.of("bandwidth", text, slow, warns=speed < SLOW_LINK_BYTES_PER_S)
+    why = "no peer served a chunk of its state: " + ("; ".join(faults) or NOBODY)
+    return None, 0.0, Check("bandwidth", "skipped", why)
+
+
+async def _measured(peer: Candidate, transport: Transport) -> tuple[StateManifest, float]:
+    """Fetch a few chunks of a peer's state. Return the manifest, and the speed in bytes per second."""
+    until_s = time.monotonic() + BUSY_S
+    while True:
         try:
             manifest = await ask_peer(transport, peer, WantManifest(), StateManifest)
             indices = tuple(range(min(DOWNLOAD_CHUNKS, len(manifest.chunk_digests))))
@@ -167,17 +187,12 @@ async def _download(peers: Sequence[Candidate], transport: GrpcTransport) -> tup
                     num_bytes += len(item.payload) if isinstance(item, StateChunk) else 0
                     if time.monotonic() - began_s > DOWNLOAD_S:
                         break
-        except (NolocoError, TimeoutError) as error:
-            faults.append(f"{named(peer.peer_id, peer.name)}: {error or 'too slow'}")
-            continue
-        speed = num_bytes / max(time.monotonic() - began_s, 1e-6)
-        text = (
-            f"{mib(speed)}/s from {named(peer.peer_id, peer.name)} (download; the state is {mib(manifest.num_bytes)})"
-        )
-        slow = "over a slow link, swaps carry small parts of the weights, so replicas drift apart; use a smaller model"
-        return manifest, speed, Check.of("bandwidth", text, slow, warns=speed < SLOW_LINK_BYTES_PER_S)
-    why = "no peer served a chunk of its state: " + ("; ".join(faults) or NOBODY)
-    return None, 0.0, Check("bandwidth", "skipped", why)
+            return manifest, num_bytes / max(time.monotonic() - began_s, 1e-6)
+        except Refused as refused:
+            retry_s = max(refused.retry_after_s, LEAST_RETRY_S)
+            if refused.code != RefuseCode.BUSY.name or time.monotonic() + retry_s > until_s:
+                raise
+        await asyncio.sleep(retry_s)
 
 
 def model(spec: TrainerSpec, settings: PeerSettings, *, download_bytes_per_s: float | None = None) -> list[Check]:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import socket
@@ -7,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,8 +16,11 @@ from harness.patience import PATIENCE_S
 
 from noloco_p2p.cli import checks
 from noloco_p2p.cli.app import run
-from noloco_p2p.doctor import Check, machine, versions
+from noloco_p2p.doctor import Check, machine, swarm, versions
 from noloco_p2p.doctor.swarm import clock, model, needs, reachability, stages
+from noloco_p2p.errors import Refused
+from noloco_p2p.gossip.frames import FetchWant, StateManifest, WantManifest
+from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.presets import PRESETS
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.spec import TrainerSpec
@@ -112,6 +116,27 @@ def test_a_wrong_clock_and_a_closed_port_are_failures_with_a_way_out() -> None:
     assert closed.level == "failed"
     assert "forward TCP ports 31337 and 31338" in closed.fix
     assert "--announce 192.0.2.9" in closed.fix
+
+
+class BusyAtFirst:
+    """Serves the manifest of a state without chunks, after it has refused two requests with this code."""
+
+    def __init__(self, code: str) -> None:
+        self._refusals = iter([Refused("I am saving a newer state", code=code)] * 2)
+
+    async def fetch(self, candidate: Candidate, want: FetchWant, *, timeout_s: float) -> AsyncIterator[StateManifest]:
+        if refusal := next(self._refusals, None):
+            raise refusal
+        if isinstance(want, WantManifest):
+            yield StateManifest("", 0, 0.0, 0, ())
+
+
+@pytest.mark.parametrize(("code", "is_measured"), [("BUSY", True), ("NO_STATE", False)])
+def test_a_peer_that_is_busy_is_asked_again(code: str, is_measured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swarm, "LEAST_RETRY_S", 0.0)
+    manifest, _, check = asyncio.run(swarm._download([Candidate(PEER, "")], cast(Any, BusyAtFirst(code))))
+    assert (manifest is not None) == is_measured
+    assert (check.level == "skipped") != is_measured
 
 
 def test_a_model_that_is_too_large_is_a_failure(tmp_path: Path) -> None:
