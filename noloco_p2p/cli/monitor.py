@@ -9,6 +9,8 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -32,7 +34,11 @@ DEFAULT_WEB = "127.0.0.1:8080"
 
 @takes_settings("state_dir")
 def monitor(
-    ticket: str = typer.Argument(..., help="A ticket for the run, or @FILE containing one."),
+    ticket: str | None = typer.Argument(
+        None,
+        help="A ticket for the run, or @FILE containing one. Without it, the run of the peer on this machine is shown.",
+        show_default=False,
+    ),
     watch: bool = typer.Option(False, "--watch", help="Keep updating until Ctrl-C."),
     web: bool = typer.Option(False, "--web", help="Serve a web page, /api/status and /metrics until Ctrl-C."),
     listen: str | None = typer.Option(
@@ -49,9 +55,7 @@ def monitor(
     settings: PeerSettings,
 ) -> None:
     """Show the whole swarm, based on the records in the DHT."""
-    from noloco_p2p.ticket import Ticket, contents
-
-    entry = Ticket.decode(contents(ticket))
+    entry = _entry(ticket, settings.state_dir)
     if listen and not web:
         raise SettingsError("--listen requires --web")
     if web and (watch or as_json):
@@ -85,6 +89,28 @@ def monitor(
         console.print(view(swarm, choice, width=console.width, height=len(swarm["peers"]) + 20))
     else:
         print("\n".join(plain(swarm, choice)))
+
+
+def _entry(ticket: str | None, folder: Path) -> Ticket:
+    """Return the ticket. If the peer in `folder` is in the same run, the first addresses of the result lead to it."""
+    from noloco_p2p.peer.run_folder import remembered_ports
+    from noloco_p2p.ticket import MAX_ADDRESSES, Ticket, contents
+
+    given = Ticket.decode(contents(ticket)) if ticket else None
+    reply = None
+    with suppress(SettingsError):
+        reply = ask(folder, "status", timeout_s=OWN_S)
+    if reply is None or "ticket" not in reply:
+        if given is None:
+            raise SettingsError(f"no training peer is running in {folder}; pass a ticket for the run")
+        return given
+    own = Ticket.decode(reply["ticket"])
+    if given and given.spec_digest != own.spec_digest:
+        return given
+    known = (*own.addresses, *(given.addresses if given else ()))
+    if port := remembered_ports(folder).get("libp2p"):
+        known = (f"/ip4/127.0.0.1/tcp/{port}/p2p/{reply['peer_id']}", *known)
+    return replace(given or own, addresses=tuple(dict.fromkeys(known))[:MAX_ADDRESSES])
 
 
 async def _watch(entry: Ticket, choice: Choice, interval_s: float, own: Callable[[], Own], *, as_json: bool) -> None:

@@ -190,6 +190,22 @@ def test_monitor_watches_until_ctrl_c(swarm: Swarm, tmp_path: Path) -> None:
         assert "Traceback" not in watch.text
 
 
+@pytest.mark.parametrize("flags", [("--watch",), ("--watch", "--json")], ids=["lines", "json"])
+def test_a_monitor_that_is_terminated_leaves_nothing_behind(
+    swarm: Swarm, tmp_path: Path, flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path / "t"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    with Command("monitor", swarm.first.ticket, *flags, "--interval", "0.2", log=tmp_path / "watch.txt") as watch:
+        watch.wait_for(swarm.second.peer_id[-6:])
+        assert [*temporary.glob("noloco-reader-*/identity.key")]
+        watch.send(signal.SIGTERM)
+        assert watch.wait() == 130
+        assert "Traceback" not in watch.text
+    assert not [*temporary.iterdir()]
+
+
 def test_the_mean_of_the_live_swarm_is_a_model_that_transformers_loads(
     swarm: Swarm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -228,7 +244,18 @@ def test_a_ticket_that_leads_nowhere_is_4(swarm: Swarm) -> None:
     first, last = swarm.lost.text.splitlines()
     assert last.startswith("noloco: ask for a new ticket: no live peer of run commands was found within 10 s (")
     assert "Connection refused" in last
-    assert "no peer that this one enters the swarm through answers" in first
+    assert "none of the peers in the ticket or in --bootstrap answers" in first
+
+
+def test_monitor_enters_through_the_peer_on_this_machine(
+    swarm: Swarm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nowhere = Ticket("commands", swarm.spec.digest(), (DEAD,)).encode()
+    for ticket in ((), (nowhere,)):
+        assert run(["monitor", *ticket, "--state-dir", str(swarm.second.folder)]) == 0
+        assert "run commands | peers alive 2" in capsys.readouterr().out
+    assert run(["monitor", "--state-dir", str(tmp_path)]) == 3
+    assert "pass a ticket" in capsys.readouterr().err
 
 
 def hours(first_min: int, end_min: int, *, now: datetime) -> str:
@@ -257,10 +284,10 @@ def test_a_named_peer_waits_for_its_hours_and_says_so(
         lines = say("status").splitlines()
         assert lines[1] == "name      Night Owl"
         assert f"why       {why}" in lines
-        assert say("resume") == f"the peer remains paused: {why}"
+        assert say("resume") == f"the peer remains paused: {why}. To train now, restart it with --when always"
         assert say("pause").startswith("the peer is paused: it will neither train nor swap")
         assert json.loads(say("status", "--json"))["paused_by"] == "asked"
-        assert say("resume") == f"the peer remains paused: {why}"
+        assert say("resume") == f"the peer remains paused: {why}. To train now, restart it with --when always"
 
         def seen() -> list[dict[str, Any]]:
             peers = json.loads(told("monitor", swarm.first.ticket, "--json"))["peers"]
