@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
+import psutil
 import typer
 
 from noloco_p2p.bans import BanList
@@ -14,12 +15,13 @@ from noloco_p2p.cli.options import Json, parse_duration, print_json, takes_setti
 from noloco_p2p.control import ask, is_held
 from noloco_p2p.peer_name import find, named
 from noloco_p2p.settings import PeerSettings
-from noloco_p2p.telemetry.console import count, counted, duration, given, loss, mib, numbered_stages, percent
+from noloco_p2p.telemetry.console import ALONE, count, counted, duration, given, loss, mib, numbered_stages, percent
 from noloco_p2p.telemetry.metrics import FAILED
 from noloco_p2p.telemetry.progress import line as progress_line
 
 Timeout = Annotated[float, typer.Option("--timeout", help="Seconds to wait for the peer to pause or resume.")]
 POLL_S = 0.1
+EXIT_S = 5.0  # for a process that has left; in another container, its id may be that of any process here
 
 
 @takes_settings("state_dir")
@@ -56,7 +58,8 @@ def bootstrap_lines(reply: dict[str, Any]) -> list[str]:
 
 def status_lines(reply: dict[str, Any]) -> list[str]:
     """Return the lines that show the status of a training peer."""
-    others = counted(reply["live_peers"], "other live peer")
+    is_alone = reply["state"] == "training" and not reply["live_peers"]
+    others = ALONE if is_alone else counted(reply["live_peers"], "other live peer")
     if reply["live_peers_is_estimate"]:
         others = f"about {others}"
     ways = Counter(reply["neighbours"].values()).most_common()
@@ -83,7 +86,7 @@ def status_lines(reply: dict[str, Any]) -> list[str]:
         + (f", {reply['swap_s']:.2g} s each)" if reply["swap_s"] else ")")
         + partner
         + (f"; failed: {failed}" if failed else "")
-        + _mixing(reply),
+        + ("" if is_alone else _mixing(reply)),
         "training": f"loss {loss(reply['loss'])}, validation {loss(reply['validation_loss'])}, "
         f"{count(reply['tokens_per_s'])} tokens/s",
         "given": given(reply) + (" (time and tokens are hidden from other peers)" if is_hidden else ""),
@@ -156,8 +159,18 @@ def leave(
             print(f"the peer (process {reply['pid']}) was asked to leave but did not exit within {timeout_s:.0f} s")
             raise typer.Exit(1)
         time.sleep(POLL_S)
+    until_s = time.monotonic() + EXIT_S
+    while _is_running(reply["pid"]) and time.monotonic() < until_s:
+        time.sleep(POLL_S)
     thanks = f". Thank you for {given(reply)}" if "swaps" in reply else ""
     print(f"the peer has left; run the command that started it to resume from its last checkpoint{thanks}")
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
 
 
 @takes_settings("state_dir")
@@ -185,7 +198,7 @@ def resume(settings: PeerSettings, timeout_s: Timeout = 120.0) -> None:
     """Resume a paused peer. If the swarm is far ahead, the peer catches up first."""
     reply = _ask_trainer(settings.state_dir, "resume")
     if reply["stays_because"]:
-        print(f"the peer remains paused: {reply['stays_because']}")
+        print(f"the peer remains paused: {reply['stays_because']}. To train now, restart it with --when always")
         return
     if not reply["was_asked"]:
         print(f"the peer is not paused: it is {reply['state']}")

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+ALONE = "training alone: no other live peer"
+
 
 class PrintableStream:
     """Standard output or standard error that shows control characters as escapes, because a stranger may have written
@@ -135,14 +137,16 @@ def loss(value: float | None) -> str:
 
 
 def report_line(metrics: Metrics, *, num_live: int) -> str:
-    """Format a report: `step 1,234 | 12.3 % | loss 3.214 | 1.2k tokens/s | (swaps) | 7 peers`."""
+    """Format a report: `step 1,234 | 12.3 % | loss 3.214 | 1.2k tokens/s | (swaps) | 7 peers`.
+
+    Without other live peers, `training alone: ..` replaces the last two, which would describe the past.
+    """
     parts = [
         f"step {metrics.step:,}",
         f"{100 * metrics.progress:.1f} %",
         f"loss {loss(metrics.loss)}",
         f"{count(metrics.tokens_per_s)} tokens/s",
-        describe_swaps(metrics),
-        counted(num_live + 1, "peer"),
+        *([describe_swaps(metrics), counted(num_live + 1, "peer")] if num_live else [ALONE]),
     ]
     return " | ".join(parts)
 

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
+import psutil
 import pytest
 
 from noloco_p2p import control
@@ -74,6 +76,18 @@ def test_who_was_asked_to_leave_has_left_when_its_lock_is_free(
     assert "process 4711" in capsys.readouterr().out
     lock.close()
     assert run(["leave", "--state-dir", str(tmp_path)]) == 0
+
+
+def test_who_was_asked_to_leave_has_left_when_its_process_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
+        stdin = process.stdin
+        assert stdin
+        monkeypatch.setattr(local, "ask", lambda *_: {"pid": process.pid})
+        monkeypatch.setattr(local.time, "sleep", lambda _: stdin.close())
+        assert run(["leave", "--state-dir", str(tmp_path)]) == 0
+        assert psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE
 
 
 def test_a_time_is_in_the_unit_that_it_says() -> None:

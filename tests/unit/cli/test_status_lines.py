@@ -75,11 +75,18 @@ COUNTED = "can compute 4.32k tokens/s; microbatches: 200 done, 10 of them late, 
             {"apart": 0.0031, "age_steps": 2.14, "blocked_s": 12.0},
             ["          weights 0.31 % apart, half-differences 2.1 steps old; training waited for 12 s"],
         ),
+        ({"live_peers": 0, "address": "A"}, ["swarm     training alone: no other live peer; this peer announces A"]),
     ],
 )
 def test_the_lines_of_a_status(changes: dict[str, Any], lines: list[str]) -> None:
     shown = status_lines(REPLY | changes)
     assert [line for line in shown if line in lines] == lines, shown
+
+
+def test_a_peer_that_trains_alone_shows_no_old_measurements() -> None:
+    measured = REPLY | {"apart": 0.0031, "age_steps": 2.14, "blocked_s": 12.0}
+    assert "apart" in "\n".join(status_lines(measured))
+    assert "apart" not in "\n".join(status_lines(measured | {"live_peers": 0}))
 
 
 def test_what_there_is_nothing_to_say_about_has_no_line() -> None:

@@ -27,9 +27,10 @@ def test_formats(show: Callable[[Any], object], texts: dict[Any, object]) -> Non
 def test_a_report_is_one_line() -> None:
     metrics = Metrics(step=1234, progress=0.123, loss=3.4123, tokens_per_s=8100, swaps_per_min=14.2)
     line = "step 1,234 | 12.3 % | loss 3.412 | 8.1k tokens/s | {}"
-    assert report_line(metrics, num_live=0) == line.format("14 swaps/min | 1 peer")
+    assert report_line(metrics, num_live=1) == line.format("14 swaps/min | 2 peers")
     metrics.apart, metrics.age_steps, metrics.swaps_per_min = 0.0041, 1.26, 2.0
     assert report_line(metrics, num_live=7) == line.format("2.0 swaps/min, 1.3 steps old, 0.41 % apart | 8 peers")
+    assert report_line(metrics, num_live=0) == line.format("training alone: no other live peer")
 
 
 def test_every_metric_has_a_unit_and_a_meaning() -> None:
