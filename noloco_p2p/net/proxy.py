@@ -17,11 +17,14 @@ consider that data sent.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import os
 import shutil
 import socket
 import ssl
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Hashable, Iterable
 from contextlib import suppress
@@ -50,6 +53,7 @@ BACKLOG = 1024
 PREFACE_BYTES, FRAME_HEADER_BYTES = 24, 9  # of HTTP/2
 SETTINGS, ACK = 4, 1
 HEADERS, PUSH_PROMISE, CONTINUATION = 1, 5, 9  # the frames that contain headers
+NEW_S = 60.0  # a socket in a folder younger than this may not be listening yet
 RETRY_S = 0.3  # the pause when this process has no file descriptors left
 
 
@@ -262,6 +266,7 @@ class Proxy:
         """
         self._listener = _listening(host, port)
         place = temporary_socket("noloco-12345678/1234567890").parents[1]  # where the paths of sockets are short enough
+        _remove_stale(place)
         self._folder = Path(tempfile.mkdtemp(prefix="noloco-", dir=place))  # no other user can enter this folder
         return self._listener.getsockname()[1]
 
@@ -367,6 +372,18 @@ def _number(peer: str) -> int:
     kind, _, path = peer.partition(":")
     number = path.rpartition("/")[2]
     return int(number) if kind == "unix" and number.isdecimal() else -1
+
+
+def _remove_stale(place: Path) -> None:
+    """Remove the folders of this user's peers that were killed: nobody listens on their sockets any more."""
+    for path in place.glob("noloco-*/grpc"):
+        with suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
+            is_new = time.time() - path.stat().st_mtime < NEW_S
+            if is_new or path.parent.lstat().st_uid != os.getuid():
+                continue
+            probe.setblocking(False)
+            if probe.connect_ex(str(path)) == errno.ECONNREFUSED:
+                shutil.rmtree(path.parent, ignore_errors=True)
 
 
 def _listening(host: str, port: int) -> socket.socket:
