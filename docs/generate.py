@@ -65,7 +65,7 @@ COSTS_HEAD = """## What a run costs a machine
 32,000 tokens and the default settings, without activations. A peer on a CPU needs the sum of both kinds of memory. A
 peer on a GPU also keeps a copy of a checkpoint in main memory while it writes the checkpoint; if that would take more
 than half of the free memory, training waits for the disk instead. The disk holds up to three checkpoints. At 100
-Mbit/s, swaps send and receive up to 45 GB per hour each way.
+Mbit/s, swaps send and receive up to 45 GB per hour each way, and far less if the model is small.
 
 Weights, gradients and moments are in fp32. With `--precision bf16`, the passes use copies of 2 bytes per parameter,
 which count as activations. A script whose parameters are in bf16 needs half as much memory for them, their gradients

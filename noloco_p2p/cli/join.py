@@ -124,7 +124,7 @@ def _train(
         for warning in [*step.compute.warnings(here, spec), *step.warnings(spec.data.sequence_length)]:
             log.warning(warning)
         needs = trainer.needs()
-        for line in needs.lines():
+        for line in needs.lines(for_others=not isinstance(target, Ticket)):
             _say(line)
         for warning in needs.warnings(settings):
             log.warning(warning)
@@ -230,7 +230,8 @@ def _leave_on_signals(peer: Peer) -> None:
             os._exit(128 + signum)
         is_signalled = True
         with suppress(OSError):
-            os.write(STDOUT, ASKED)  # print is not safe in a signal handler
+            after_echo = b"\n" if signum == signal.SIGINT and os.isatty(STDOUT) else b""  # the terminal shows ^C
+            os.write(STDOUT, after_echo + ASKED)  # print is not safe in a signal handler
         peer.request_leave()
 
     entry.on_leaving(leave)

@@ -40,6 +40,7 @@ USUAL_RANK = 16
 DAY_S, HOUR_S = 86_400.0, 3600.0
 USUAL_BYTES_PER_S = 12.5e6  # assumed for a link of unknown speed: 100 Mbit/s
 WIRE = 1.06  # bytes on a link for each byte of a state, with the headers of IP, TCP and TLS
+SMALL_PASS_S = 0.5  # models that are sent in less time leave the link idle between swaps (outer.min_inner_steps)
 NEWCOMER_S = 9.0  # to load libraries, enter the swarm and take the first step (benchmarks/size.py)
 
 
@@ -180,14 +181,22 @@ class Needs:
         """The time from the start of a newcomer to the end of its first step."""
         return NEWCOMER_S + WIRE * self.state_bytes / self.fetch_bytes_per_s
 
-    def lines(self) -> list[str]:
-        """Format the needs for the user."""
+    def lines(self, *, for_others: bool = True) -> list[str]:
+        """Format the needs for the user, with what newcomers need unless `for_others` is false."""
         known = self.activation_bytes
         activations = " (plus activations)" if known is None else f" and {mib(known)} for activations"
         copy = f" (on a GPU, {mib(self.copy_bytes)} more for a copy during a checkpoint)" if self.copy_bytes else ""
-        hourly = f"{mib(self.swap_bytes_per_s * HOUR_S)} per hour each way at {_mbit_s(self.swap_bytes_per_s)}"
-        swaps = f"up to {hourly}" if self.is_limited else f"the whole link ({hourly}), unless --max-upload limits them"
-        swaps += f"; sending all weights once takes {duration(self.pass_bytes / self.swap_bytes_per_s)}"
+        pass_s = self.pass_bytes / self.swap_bytes_per_s
+        hourly = f"{self.swap_bytes_per_s * HOUR_S / 1e9:.3g} GB per hour each way at {_mbit_s(self.swap_bytes_per_s)}"
+        is_small = pass_s < SMALL_PASS_S
+        swaps = f"up to {hourly}" if self.is_limited or is_small else f"the whole link ({hourly})"
+        swaps += ", but far less with a model as small as this one" if is_small else ""
+        swaps += "" if self.is_limited else ", unless --max-upload limits them"
+        swaps += f"; sending all weights once takes {'less than 1 s' if is_small else duration(pass_s)}"
+        newcomers = (
+            f"newcomers: fetch {mib(self.state_bytes)}, and train after {duration(self.begin_s)} at "
+            f"{_mbit_s(self.fetch_bytes_per_s)}"
+        )
         if self.is_on_host:
             whole = f"{mib(self.host_bytes + self.model_bytes + (known or 0))} of memory"
             part = f"{mib(self.model_bytes)} of it for the model"
@@ -201,8 +210,7 @@ class Needs:
             f"needs: {memory}{copy}, {mib(self.disk_bytes)} of disk space",
             f"checkpoints: keeps {counted(self.num_checkpoints, 'checkpoint')} of {mib(self.checkpoint_bytes)}, and "
             f"writes {mib(self.written_bytes_per_day)} per day (one every {self.save_every_s / 60:.3g} min)",
-            f"newcomers: fetch {mib(self.state_bytes)}, and train after {duration(self.begin_s)} at "
-            f"{_mbit_s(self.fetch_bytes_per_s)}",
+            *([newcomers] if for_others else []),
             f"swaps: use {swaps}",
         ]
 

@@ -129,11 +129,18 @@ def test_limits_of_this_machine_bound_traffic_and_the_time_to_fetch_a_state() ->
     free = needs_of(TrainerSpec(name="r"), 10**8)
     assert free.begin_s == pytest.approx(9 + 1.06 * 32), "400 MB at 100 Mbit/s"
     assert free.lines()[-2].endswith("and train after 43 s at 100 Mbit/s")
-    assert "(41.9 GiB per hour each way at 100 Mbit/s), unless --max-upload limits them; " in free.lines()[-1]
+    assert (
+        "the whole link (45 GB per hour each way at 100 Mbit/s), unless --max-upload limits them; " in free.lines()[-1]
+    )
     slow_up = needs_of(TrainerSpec(name="r"), 10**8, max_upload="20mbit", max_download="50mbit")
     assert slow_up.begin_s == pytest.approx(9 + 1.06 * 64)
-    limited = "swaps: use up to 8.4 GiB per hour each way at 20 Mbit/s; sending all weights once takes 20 s"
+    limited = "swaps: use up to 9 GB per hour each way at 20 Mbit/s; sending all weights once takes 20 s"
     assert slow_up.lines()[-1] == limited
+    assert [line for line in free.lines() if line not in free.lines(for_others=False)] == [free.lines()[-2]]
+    assert needs_of(TrainerSpec(name="r"), 10**6).lines()[-1] == (
+        "swaps: use up to 45 GB per hour each way at 100 Mbit/s, but far less with a model as small as this one, "
+        "unless --max-upload limits them; sending all weights once takes less than 1 s"
+    )
 
 
 def test_a_gpu_holds_the_model_and_main_memory_a_copy_of_the_checkpoint() -> None:
