@@ -33,19 +33,20 @@ def notices(
     *,
     stages: Sequence[Row],
     lately: Mapping[str, int],
+    lately_s: float = WINDOW_S,
     directory_age_s: float,
     num_estimated: int | None = None,
     own_fault: str = "",
 ) -> list[dict[str, str]]:
     """Return the notices, each with its level ("bad", "warn" or "info") and its text, with the worst first.
 
-    `lately` has the number of swaps in the last WINDOW_S. `num_estimated` is the estimated number of peers
+    `lately` has the number of swaps in the last `lately_s`. `num_estimated` is the estimated number of peers
     of a swarm that has not been read completely. `own_fault` is why the peer on this machine cannot announce itself.
     """
     living = [row for row in rows if is_living(row)]
     told: dict[str, Iterable[str]] = {
         "bad": (*([f"On this machine, {own_fault}."] if own_fault else []), *_broken(stages, living, directory_age_s)),
-        "warn": (*_lost(rows), *_swapping([row for row in living if is_training(row)], lately)),
+        "warn": (*_lost(rows), *_swapping([row for row in living if is_training(row)], lately, lately_s)),
         "info": _remarks(living, num_estimated),
     }
     return [{"level": level, "text": text} for level, texts in told.items() for text in texts]
@@ -73,7 +74,7 @@ def _lost(rows: Sequence[Row]) -> Iterator[str]:
         yield f"{counted(silent, 'peer')} missed two announcements and may be gone."
 
 
-def _swapping(training: Sequence[Row], lately: Mapping[str, int]) -> Iterator[str]:
+def _swapping(training: Sequence[Row], lately: Mapping[str, int], lately_s: float) -> Iterator[str]:
     """Yield notices about peers that do not swap, about swaps that fail, and about weights that are far apart."""
     num_mates = Counter(row["stage"] for row in training)
     quiet = [row["shown"] for row in training if row["quiet_s"] > WINDOW_S and num_mates[row["stage"]] > 1]
@@ -86,7 +87,7 @@ def _swapping(training: Sequence[Row], lately: Mapping[str, int]) -> Iterator[st
     attempts = lately["swaps"] + num_failed
     if attempts >= ENOUGH_SWAPS and num_failed >= FAILED_SHARE * attempts:
         cause = CAUSES[max(FAILED, key=lambda name: lately[name])]
-        share, window = percent(num_failed / attempts), duration(WINDOW_S)
+        share, window = percent(num_failed / attempts), duration(lately_s)
         yield f"{share} of the swaps in the last {window} failed, mostly because {cause}."
     for stage in num_mates:
         apart = {row["shown"]: row["apart"] or 0.0 for row in training if row["stage"] == stage}

@@ -184,7 +184,8 @@ def values(swarm: Row, *, left_s: float | None = None) -> Iterator[dict[str, str
     failed = {name.removeprefix("failed_"): lately[name] for name in FAILED}
     attempts = lately["swaps"] + sum(failed.values())
     share = percent(sum(failed.values()) / attempts) if attempts else "-"
-    yield told("failed swaps", share, _failures(failed) or (f"of {attempts} in 10 min" if attempts else ""))
+    window = duration(totals["lately_s"]).removesuffix(" 0 s")
+    yield told("failed swaps", share, _failures(failed) or (f"of {attempts} in {window}" if attempts else ""))
     yield told("sent", mib(totals["bytes_sent"]), f"in {count(totals['swaps'])} swaps")
 
 

@@ -167,6 +167,8 @@ class Watcher:
             row["last_shown"] = shown.get(last, named(last)) if (last := row["last_partner"]) else ""
         stages = stage_rows([row for row in rows if is_living(row)])
         lately = {name: self._counts[name] - self._window[0][1][name] for name in COUNTED}
+        lately_s = now_s - self._window[0][0]
+        lately_s = WINDOW_S if lately_s > WINDOW_S - WINDOW_STEP_S else lately_s
         health = Counter(row["health"] for row in rows)
         return {
             "version": SUMMARY_VERSION,
@@ -180,12 +182,14 @@ class Watcher:
                 **{str(kind): health[kind] for kind in Health},
                 **{total.name: total.over(rows) for total in TOTALS},
                 "lately": lately,
+                "lately_s": round(lately_s, 1),
             },
             "stages": stages,
             "notices": notices(
                 rows,
                 stages=stages,
                 lately=lately,
+                lately_s=lately_s,
                 directory_age_s=directory_age_s,
                 num_estimated=num_estimated,
                 own_fault=own.fault,

@@ -90,6 +90,12 @@ def test_what_failed_lately_is_told_for_the_swarm_and_in_all_for_each_peer() -> 
     lines = plain(summary)
     assert "failed swaps 80 % (3 slow, 1 corrupt)" in lines[1]
     assert lines[-1].endswith("5 slow, 2 corrupt")
+    peer = changed(peer, sequence=3, swaps=4)
+    summary = Watcher(TICKET).take([(peer, 0.0)], directory_age_s=0.5, now_s=1_800_000_000.0)
+    summary["totals"]["lately"] = dict.fromkeys(summary["totals"]["lately"], 0) | {"swaps": 13}
+    for lately_s, window in ((14.0, "14 s"), (600.0, "10 min")):
+        summary["totals"]["lately_s"] = lately_s
+        assert f"failed swaps 0 % (of 13 in {window})" in plain(summary)[1]
 
 
 def test_plain_lines_are_aligned_one_a_peer() -> None:

@@ -89,12 +89,16 @@ def test_a_swap_is_a_meeting_and_swaps_are_counted_from_the_first_look_on() -> N
     made.look(grown, age_s=2.0, at_s=10.0)
     assert [*made.watcher.meetings] == [(NOW_S + 8.0, A.peer_id, B.peer_id)]
     lately = made.lately
+    assert made.said["totals"]["lately_s"] == 10.0
     assert (lately["swaps"], lately["failed_slow"], lately["failed_unreachable"]) == (1, 1, 1)
     made.look(changed(grown, sequence=3, swaps=3, failed_slow=0), at_s=20.0)
     assert made.lately == lately, "a peer that begins anew takes nothing back"
     made.look(at_s=20.0 + WINDOW_S + 1)
     made.look(at_s=31.0 + WINDOW_S)
     assert made.lately["swaps"] == 0, "that was not lately"
+    for at_s in range(1000, 1000 + 2 * int(WINDOW_S), 7):
+        made.look(at_s=at_s)
+    assert made.said["totals"]["lately_s"] == WINDOW_S
 
 
 def test_who_moves_nobody_is_seen_in_the_reports_of_its_partners() -> None:
@@ -112,7 +116,7 @@ def test_failed_swaps_are_told_with_their_main_cause() -> None:
     made = Watched(A)
     made.look(changed(A, sequence=2, swaps=6, failed_slow=3, failed_abandoned=1), at_s=10.0)
     assert made.notices == [
-        "warn: 40 % of the swaps in the last 10 min 0 s failed, mostly because partners did not answer in time."
+        "warn: 40 % of the swaps in the last 10 s failed, mostly because partners did not answer in time."
     ]
 
 
