@@ -540,7 +540,8 @@ class Spec(Section):
             fix = "if it is a ticket, copy the whole ticket" if is_cut else f"run `noloco init {path}` to create it"
             raise SpecError(f"{path} does not exist; {fix}") from None
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise SpecError(f"{path} cannot be read as TOML: {error}") from None
+            fix = f"; if it contains a ticket, write @{path}" if isinstance(error, tomllib.TOMLDecodeError) else ""
+            raise SpecError(f"{path} cannot be read as TOML: {error}{fix}") from None
         return cls.from_dict(values, origin=str(path))
 
     @classmethod

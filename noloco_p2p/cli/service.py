@@ -18,6 +18,10 @@ from noloco_p2p.ticket import Ticket
 
 NAME = "noloco.service"
 STOP_S = 150  # a large checkpoint takes time
+NO_BUS = (
+    "; without a session of this user (as after su, or in a container), start `noloco join` yourself, or run "
+    "`loginctl enable-linger` and log in again, for example with ssh"
+)
 ANSWER_S = STOP_S + 30.0  # a restart waits until the peer has stopped
 # Wrong settings (3) and wrong usage (2) do not get better by themselves. After `noloco leave`, the peer stays away
 # until the next start of the machine.
@@ -92,4 +96,5 @@ def _systemctl(*arguments: str) -> None:
     except subprocess.TimeoutExpired:
         raise NolocoError(f"`{' '.join(command)}` did not end within {ANSWER_S:.0f} s") from None
     except subprocess.CalledProcessError as error:
-        raise NolocoError(f"`{' '.join(command)}` failed: {error.stderr.strip()}") from None
+        fix = NO_BUS if "bus" in error.stderr else ""
+        raise NolocoError(f"`{' '.join(command)}` failed: {error.stderr.strip()}{fix}") from None

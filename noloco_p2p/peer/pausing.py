@@ -35,7 +35,7 @@ class Reason:
 
 IN_USE = Reason(
     "in use",
-    f"other programs used more than {100 * BUSY_SHARE:.0f} % of the processor in the last {QUIET_S / 60:.0f} min",
+    f"other programs used more than {100 * BUSY_SHARE:.0f} % of the processor less than {QUIET_S / 60:.0f} min ago",
 )
 
 

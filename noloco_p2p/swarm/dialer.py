@@ -165,8 +165,8 @@ class Dialer:
         if failures and not self._has_told:
             self._has_told = True
             logger.warning(
-                "no peer that this one enters the swarm through answers (%s); trying again until one does. Check that "
-                "the addresses are right and reachable, or get new ones from a live peer",
+                "none of the peers in the ticket or in --bootstrap answers (%s); trying again until one does. Check "
+                "that the addresses are right and reachable, or get a new ticket from a live peer",
                 "; ".join(failures.values()),
             )
 

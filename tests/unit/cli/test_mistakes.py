@@ -68,7 +68,7 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tup
         ("inner_steps = 50", 'inner_steps = "few"', "outer.inner_steps"),
         ("alpha = 0.0", "alfa = 0.5", "outer.alfa is not a known field; did you mean outer.alpha?"),
         ('name = "tiny"', 'name = "my run"', "name 'my run' is not a valid name of the run: letters, digits, '.'"),
-        ("[outer]", "[outer", "cannot be read as TOML"),
+        ("[outer]", "[outer", "; if it contains a ticket, write @"),
         ('source = "stdlib"', 'source = "/etc/passwd"', "a spec cannot contain a path"),
     ],
 )

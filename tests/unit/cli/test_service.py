@@ -66,3 +66,14 @@ def test_a_systemd_that_hangs_is_given_up(
     monkeypatch.setattr(service, "ANSWER_S", 0.1)
     assert run(["service", TICKET, "--state-dir", str(tmp_path / "state")]) == 1
     assert "did not end within" in capsys.readouterr().err
+
+
+def test_a_user_without_a_session_gets_advice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failing = tmp_path / "systemctl"
+    failing.write_text("#!/bin/sh\necho 'Failed to connect to bus: No medium found' >&2\nexit 1\n")
+    failing.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert run(["service", TICKET, "--state-dir", str(tmp_path / "state")]) == 1
+    assert "No medium found; without a session of this user" in capsys.readouterr().err

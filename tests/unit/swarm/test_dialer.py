@@ -193,8 +193,8 @@ async def test_bootstraps_that_do_not_answer_are_told_once_with_the_reason(caplo
     for _ in range(3):
         assert not await dialing.dial(())
     assert [record.message for record in caplog.records if record.levelno == logging.WARNING] == [
-        "no peer that this one enters the swarm through answers (dialling boot: connection refused); trying again "
-        "until one does. Check that the addresses are right and reachable, or get new ones from a live peer"
+        "none of the peers in the ticket or in --bootstrap answers (dialling boot: connection refused); trying again "
+        "until one does. Check that the addresses are right and reachable, or get a new ticket from a live peer"
     ]
     is_dead = False
     assert await dialing.dial(())
