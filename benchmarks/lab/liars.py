@@ -5,9 +5,10 @@
 
 The swarm is the first one of the ladder (0.12M parameters, Muon, a rate of 0.016, links of 100 Mbit/s for 125M
 parameters), for half of its steps: 302, in which each number is mixed about seventy times. Losses are the validation
-losses of the honest replicas at the end, relative to those of the same seed without liars, and without liars to those
-of a swarm without filter ("open"). `harness/hostile.py` describes the attacks. A liar gets as many swaps as others;
-attacks.py has greedy ones. With "own texts", each replica has other packages of the standard library.
+losses of the honest replicas at the end. The change is that of the mean over the seeds, relative to swarms without
+liars, and for these relative to swarms without filter ("open"). `harness/hostile.py` describes the attacks. A liar gets
+as many swaps as others; attacks.py has greedy ones. With "own texts", each replica has other packages of the standard
+library.
 
 `run` runs what the file lacks. Two processes can share the work.
 """
@@ -148,23 +149,31 @@ def run(case: Case) -> dict[str, Any]:
 def table(rows: list[dict[str, Any]]) -> str:
     """Return a line for each case but for its seed."""
     found = {case_of(row): row for row in rows}
-    lines = [f"{'':44}{'loss':>8} {'change':>18}  clipped  spread  seeds"]
+    lines = [f"{'':44}{'loss':>8} {'change':>8}  clipped  spread  loss of each seed"]
     for first in dict.fromkeys(replace(case, seed=0) for case in found):
         seeds = [case for case in found if replace(case, seed=0) == first]
         against = replace(first, attack="", num_liars=0) if first.attack else replace(first, limits=OPEN)
-        pairs = [(found[case], found.get(replace(against, seed=case.seed))) for case in seeds]
-        changes = [100 * (row["loss"] / other["loss"] - 1) for row, other in pairs if other and other is not row]
-        spread = f" ({min(changes):+.2f} to {max(changes):+.2f})" if len(changes) > 1 else ""
-        change = f"{fmean(changes):+.2f} %{spread}" if changes else ""
-        means = {name: fmean(found[case][name] for case in seeds) for name in ("loss", "clipped", "spread")}
-        lines.append(
-            f"{first.name:44}{means['loss']:8.4f} {change:>28}  {100 * means['clipped']:4.0f} %  "
-            f"{100 * means['spread']:4.1f} %  {len(seeds)}"
+        rows_of = [found[case] for case in seeds]
+        others = [row["loss"] for case, row in found.items() if replace(case, seed=0) == against]
+        change = (
+            ""
+            if against == first or not others
+            else f"{100 * (fmean(row['loss'] for row in rows_of) / fmean(others) - 1):+.1f} %"
         )
-    opened = [row["loss"] for case, row in found.items() if case == Case(limits=OPEN, seed=case.seed)]
-    if len(opened) > 1:
+        means = {name: fmean(row[name] for row in rows_of) for name in ("loss", "clipped", "spread")}
         lines.append(
-            f"from seed to seed, the loss of an open swarm differs by {100 * stdev(opened) / fmean(opened):.2f} %"
+            f"{first.name:44}{means['loss']:8.4f} {change:>8}  {100 * means['clipped']:4.0f} %  "
+            f"{100 * means['spread']:4.1f} %  " + " ".join(f"{row['loss']:.4f}" for row in rows_of)
+        )
+    honest = [
+        row["loss"]
+        for case, row in found.items()
+        if not case.attack and case == Case(limits=case.limits, seed=case.seed)
+    ]
+    if len(honest) > 1:
+        noise = 100 * stdev(honest) / fmean(honest)
+        lines.append(
+            f"noise: the losses of {len(honest)} honest swarms of 8 have a standard deviation of {noise:.1f} %"
         )
     return "\n".join(lines)
 
