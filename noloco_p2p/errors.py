@@ -110,6 +110,8 @@ class Refused(PeerError):
         super().__init__(message, peer=peer)
         self.code = code
         self.retry_after_s = retry_after_s
+        if code == "BANNED":
+            self.advice = ("ask the owner of that peer",) * 2
 
 
 class CorruptPayload(PeerError):
