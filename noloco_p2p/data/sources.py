@@ -63,7 +63,10 @@ def has_own_validation(part: SourceSpec) -> bool:
 
 
 def check_bindings(data: DataSpec, bindings: Mapping[str, str]) -> None:
-    """Raise Unbound if the files of a run are not bound here, and DataError if they have an unknown type. The hub is not contacted."""
+    """Raise Unbound if the files of a run are not bound here, and DataError if their type is unknown.
+
+    The hub is not contacted.
+    """
     for part, _ in data.parts():
         if not part.source.startswith("hub:"):
             open_source(part, bindings)
@@ -90,9 +93,7 @@ def _bound_files(name: str, bindings: Mapping[str, str], *, is_needed: bool = Tr
         )
     expanded = Path(pattern).expanduser()
     if expanded.is_dir():
-        raise Unbound(
-            f"--data {name}={pattern} is a folder; specify its files, for example '{pattern.rstrip('/')}/*'"
-        )
+        raise Unbound(f"--data {name}={pattern} is a folder; specify its files, for example '{pattern.rstrip('/')}/*'")
     literal = [str(expanded)] if expanded.is_file() else []  # a name may contain [ or *
     paths = [Path(found) for found in literal or glob.glob(str(expanded), recursive=True)]
     files = sorted((path for path in paths if path.is_file()), key=lambda path: (path.name, str(path)))

@@ -165,6 +165,7 @@ def test_settings_in_the_environment_and_in_the_file_name_themselves(
         (["init", "nowhere/run.toml"], 3, "cannot be written"),
         (["monitor", "run.toml"], 3, "not a ticket"),
         (["evaluate", "nothing"], 1, "nothing does not exist"),
+        (["evaluate", "exported"], 1, "exported is an exported model; this command reads a checkpoint"),
         (["export", TICKET, "out"], 3, "--merge requires a ticket"),
         (["export", "--merge", "checkpoint", "out"], 3, "--merge requires a ticket"),
         (["export", "nothing", "out"], 1, "nothing does not exist"),
@@ -194,7 +195,9 @@ def test_settings_in_the_environment_and_in_the_file_name_themselves(
 )
 @pytest.mark.usefixtures("spec")
 def test_a_mistake_is_one_sentence(
-    arguments: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], code: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (tmp_path / "exported").mkdir()
+    (tmp_path / "exported" / "config.json").write_text("{}")
     found, line = complaint(capsys, *arguments)
     assert (found, said in line) == (code, True), line
