@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Lines of Python without generated code, rounded up to 50. The first row holds the modules at the top of the package.
 BUDGETS = {
     "noloco_p2p/*.py": 3_600,
-    "noloco_p2p/cli/**/*.py": 2_150,
+    "noloco_p2p/cli/**/*.py": 2_200,
     "noloco_p2p/codec/**/*.py": 700,
     "noloco_p2p/data/**/*.py": 1_700,
     "noloco_p2p/doctor/**/*.py": 450,
@@ -30,7 +30,7 @@ BUDGETS = {
     "noloco_p2p/trainer/**/*.py": 4_850,
     "noloco_p2p/transfer/**/*.py": 700,
     "benchmarks/**/*.py": 7_350,
-    "tests/**/*.py": 32_200,
+    "tests/**/*.py": 32_300,
 }
 
 
