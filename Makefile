@@ -45,7 +45,7 @@ coverage: $(STAMP)
 mutants: $(STAMP)
 	$(BIN)/python tests/mutants/run.py
 
-# Kills, freezes and stops real peers for a quarter of an hour, as a seed decides. `make test` does not include this.
+# Kills, freezes and stops real peers for eight minutes, as a seed decides. `make test` does not include this.
 chaos: $(STAMP)
 	$(BIN)/python -m pytest tests/adversarial tests/chaos
 	$(BIN)/python benchmarks/soak.py --minutes 8 --mtbf 15 --seed 2506

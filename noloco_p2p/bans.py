@@ -17,7 +17,8 @@ from typing import Any
 from noloco_p2p.atomic_file import write_atomically
 from noloco_p2p.errors import SettingsError
 from noloco_p2p.identity import public_key_of
-from noloco_p2p.peer_name import named
+from noloco_p2p.peer_name import named, shown
+from noloco_p2p.telemetry.console import duration
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +35,7 @@ class Ban:
 
     reason: str
     until_s: float  # Unix
+    name: str = ""  # of the peer when it was banned, because nobody announces it afterwards
 
 
 class BanList:
@@ -56,7 +58,8 @@ class BanList:
         """Return the reason for a ban, worded for the banned peer and for the log, or "" if there is no ban."""
         if (ban := self.all().get(peer_id)) is None:
             return ""
-        return f"banned here for another {max(1, round((ban.until_s - self._clock()) / 60))} min: {ban.reason}"
+        left_s = 60 * max(1, round((ban.until_s - self._clock()) / 60))
+        return f"banned here for another {duration(left_s)}: {ban.reason}"
 
     def all(self) -> dict[str, Ban]:
         """Return the bans that are in effect now, by peer id."""
@@ -68,7 +71,7 @@ class BanList:
         self._bans = {peer_id: ban for peer_id, ban in self._bans.items() if ban.until_s > now_s}
         return self._bans
 
-    def ban(self, peer_id: str, reason: str, *, for_s: float) -> None:
+    def ban(self, peer_id: str, reason: str, *, for_s: float, name: str = "") -> None:
         """Ban a peer for `for_s` seconds. There are at most MAX_BANS bans, and the oldest ones end early.
 
         Raises SettingsError if `peer_id` is not a valid peer id, or if the file cannot be written.
@@ -77,7 +80,7 @@ class BanList:
             public_key_of(peer_id)
         except ValueError:
             raise SettingsError(f"{peer_id!r} is not a peer id; `noloco status` and the log show peer ids") from None
-        bans = {**self.all(), peer_id: Ban(reason, self._clock() + for_s)}
+        bans = {**self.all(), peer_id: Ban(reason, self._clock() + for_s, name)}
         self._bans = dict(list(bans.items())[-MAX_BANS:])
         self._save()
 
@@ -111,7 +114,10 @@ class BanList:
         self._fault = ""
         try:
             values: Any = json.loads(self._path.read_text(encoding="utf-8"))
-            return {peer: Ban(str(ban["reason"]), float(ban["until_s"])) for peer, ban in values.items()}
+            return {
+                peer: Ban(str(ban["reason"]), float(ban["until_s"]), shown(ban.get("name")))
+                for peer, ban in values.items()
+            }
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:

@@ -16,6 +16,7 @@ NolocoError
 +-- PushError            the hub refused a checkpoint or a model
 +-- ModelError           the model named by the spec cannot be built or loaded
 +-- DataError            the data named by the spec is missing or unusable
+|    +-- Unbound         a binding to files on this machine is missing or wrong, which is also a SettingsError
 +-- RankError            another process of this peer (one per GPU) has ended
 +-- Left                 this peer was asked to leave before it began to train, which is not a fault
 
@@ -109,6 +110,8 @@ class Refused(PeerError):
         super().__init__(message, peer=peer)
         self.code = code
         self.retry_after_s = retry_after_s
+        if code == "BANNED":
+            self.advice = ("ask the owner of that peer",) * 2
 
 
 class CorruptPayload(PeerError):
@@ -135,6 +138,10 @@ class ModelError(NolocoError):
 
 class DataError(NolocoError):
     """The data named by the spec is missing or unusable."""
+
+
+class Unbound(DataError, SettingsError):
+    """A name of data in the spec is not bound to files on this machine. A restart does not change that."""
 
 
 class RankError(NolocoError):

@@ -30,7 +30,7 @@ def render(spec: TrainerSpec) -> str:
     lines = [
         "# This is a run spec of noloco_p2p, which all peers of one run share.",
         f"# Model: {describe_size(spec)}.",
-        f"# Each peer reads {tokens:,} tokens per inner step.",
+        f"# Each peer reads {tokens:,} tokens per inner step, and {tokens * spec.train.total_steps:,} in its schedule.",
         "# Start the run with `noloco join FILE`. If you change a setting, the file defines a new run. To start the "
         "new run from the weights of this one, use `noloco fork`.",
         "",
@@ -59,7 +59,7 @@ def describe_size(spec: TrainerSpec) -> str:
     """Describe the number of parameters of the model."""
     num_parameters = spec.model.num_parameters()
     if not num_parameters:
-        return f"the parameters of {spec.model.pretrained!r}"
+        return f"the model {spec.model.pretrained!r}"
     share = "tied" if spec.model.tied_embeddings else "untied"
     return f"{num_parameters:,} parameters ({share} embeddings, vocabulary {spec.model.vocab_size:,})"
 

@@ -252,7 +252,7 @@ class PeerSettings(BaseModel):
     map_ports: Annotated[Literal["always", "never"], Flag(metavar="always|never")] = field(
         "always", "Ask the router to forward both ports (by UPnP), unless --announce is given."
     )
-    device: Annotated[str, _readable(_check_device)] = field("auto", f"Device to train on: {DEVICES}.")
+    device: Annotated[str, _readable(_check_device)] = field("auto", f"Device to compute on: {DEVICES}.")
     threads: Annotated[int, Flag(default="chosen by torch")] = field(0, "Number of torch threads.", ge=0)
     max_steps: Count | None = field(None, "Leave the run after this many inner steps.")
     gpus: Count = field(1, "Number of GPUs that share this peer's model.")

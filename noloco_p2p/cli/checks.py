@@ -27,7 +27,7 @@ SHOWN_FAULTS = 20
 SHOWN_CHARS = 300
 
 
-@takes_settings("listen", "announce", "max_upload", "max_download", "state_dir", "data", "models")
+@takes_settings("listen", "announce", "max_upload", "max_download", "state_dir", "data", "models", "run_key")
 def doctor(
     run: str | None = typer.Argument(
         None,
@@ -86,13 +86,13 @@ async def _examine(run: TrainerSpec | Ticket | None, settings: PeerSettings) -> 
         yield check
     yield await machine.p2pd()
     if run:
-        from noloco_p2p.doctor.swarm import examine, model
+        from noloco_p2p.doctor.swarm import bound, examine, invited, model
 
         if isinstance(run, Ticket):
             async for found in examine(run, settings):
                 yield found
         else:
-            for found in model(run, settings):
+            for found in (*invited(run, settings), *bound(run, settings), *model(run, settings)):
                 yield found
 
 

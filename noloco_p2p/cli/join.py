@@ -188,10 +188,18 @@ def _check(target: TrainerSpec | Ticket, settings: PeerSettings) -> None:
 
     hold(settings.state_dir).close()
     Ports(settings).check()
+    check_access(target, settings)
     if settings.push_to_hub:
         from noloco_p2p.trainer.export import claim_repo
 
         claim_repo(settings.push_to_hub)
+
+
+def check_access(target: TrainerSpec | Ticket, settings: PeerSettings) -> None:
+    """Raise SettingsError, TicketError or DataError if this machine lacks an invitation, or the data of a spec."""
+    from noloco_p2p.peer.run_folder import find_invitation
+
+    find_invitation(target, settings)
     if isinstance(target, Ticket):
         return
     from noloco_p2p.data.sources import check_bindings

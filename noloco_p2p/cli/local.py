@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -252,25 +253,30 @@ def ban(
 ) -> None:
     """Ban a peer, or list the banned peers. A ban is local, and a running peer enforces it immediately."""
     bans = BanList(settings.state_dir / "bans.json")
-    peer_id = _find(peer, settings.state_dir, bans) if peer else None
+    peers = _names(settings.state_dir, bans) if peer else {}
+    peer_id = find(peer, peers) if peer else None
     if peer_id and lift:
         print(f"{peer_id} is no longer banned" if bans.lift(peer_id) else f"{peer_id} is not on the ban list")
     elif peer_id:
-        bans.ban(peer_id, reason, for_s=parse_duration(for_, flag="--for"))
-        print(f"{peer_id} is {bans.why(peer_id)}")
+        bans.ban(peer_id, reason, for_s=parse_duration(for_, flag="--for"), name=peers.get(peer_id, ""))
+        print(_banned(peer_id, bans))
     elif as_json:
-        print_json({peer: {"reason": ban.reason, "until_s": ban.until_s} for peer, ban in bans.all().items()})
+        print_json({peer: asdict(ban) for peer, ban in bans.all().items()})
     else:
         for banned in bans.all():
-            print(f"{banned} is {bans.why(banned)}")
+            print(_banned(banned, bans))
         if not bans.all():
             print("no peer is banned")
 
 
-def _find(text: str, folder: Path, bans: BanList) -> str:
-    """Return the id of the peer that `text` means, among those that are banned or that a running peer knows."""
-    reply = ask(folder, "status") or {}
-    return find(text, dict.fromkeys(bans.all(), "") | reply.get("peers", {}))
+def _banned(peer_id: str, bans: BanList) -> str:
+    return f"{peer_id} {bans.all()[peer_id].name}".rstrip() + f" is {bans.why(peer_id)}"
+
+
+def _names(folder: Path, bans: BanList) -> dict[str, str]:
+    """Return the names of the peers that are banned or that a running peer knows, by id."""
+    live = (ask(folder, "status") or {}).get("peers", {})
+    return live | {peer: ban.name or live.get(peer, "") for peer, ban in bans.all().items()}
 
 
 @takes_settings("state_dir")

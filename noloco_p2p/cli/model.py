@@ -228,6 +228,8 @@ def fork(
     join = f"noloco join {new}"
     if settings.origins()["state_dir"] == "flag":
         join += f" --state-dir {settings.state_dir}"
+    if spec.run_key and not settings.run_key:
+        join += " --run-key FILE"
     if spec.pipeline.stages > 1:
         join += " --stage 0"
     print(f"wrote {new}: run {spec.name}, which starts from the state of run {old.name}; start it with: {join}")

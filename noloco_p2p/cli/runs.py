@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -102,11 +103,14 @@ def init(
 def ticket(
     settings: PeerSettings,
     expires: str | None = typer.Option(
-        None, help="For private runs: how long the invitation is valid, such as 30min, 12h or 7d.", show_default=False
+        None,
+        help="For private runs: how long the invitation is valid, such as 30min, 12h or 7d.",
+        show_default="7d with the run key",
     ),
 ) -> None:
     """Print a ticket for the run of the peer on this machine, with the addresses that are reachable now."""
     from noloco_p2p.identity import Identity
+    from noloco_p2p.invitation import date
     from noloco_p2p.ticket import Ticket
 
     reply = ask(settings.state_dir, "status")
@@ -119,7 +123,9 @@ def ticket(
     # The run key in the user's file may be that of another run.
     if is_asked or (key and found.invitation and key.peer_id == found.invitation.run_key):
         found = _invited(found, key, parse_duration(expires or "7d", flag="--expires"))
-    print(found.encode())
+    print(found.encode(), flush=True)
+    if found.invitation:
+        print(f"the invitation is valid until {date(found.invitation.expires_at_s)}", file=sys.stderr)
 
 
 def _invited(ticket: Ticket, key: Identity | None, for_s: float) -> Ticket:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -11,10 +12,13 @@ import typer
 
 from noloco_p2p.atomic_file import write_atomically
 from noloco_p2p.cli import entry
+from noloco_p2p.cli.join import check_access
 from noloco_p2p.cli.options import takes_settings
 from noloco_p2p.errors import NolocoError
-from noloco_p2p.settings import PeerSettings
+from noloco_p2p.settings import PeerSettings, user_file
 from noloco_p2p.ticket import Ticket
+
+log = logging.getLogger(__name__)
 
 NAME = "noloco.service"
 STOP_S = 150  # a large checkpoint takes time
@@ -53,6 +57,10 @@ def service(
     The service starts now and with this machine. Running the command again replaces it.
     """
     target = entry.opened(run)
+    check_access(target, settings)
+    unseen = [name for name, origin in settings.origins().items() if origin == "environment" and name != "state_dir"]
+    if unseen:
+        log.warning("the service sees no NOLOCO_* variables; put these settings into %s: %s", user_file(), unseen)
     ticket_file = settings.state_dir / "service.ticket"  # a ticket can be a secret, and command lines are public
     where = f"@{ticket_file}" if isinstance(target, Ticket) else str(Path(run).absolute())
     unit = unit_of("join", where, "--state-dir", str(settings.state_dir))

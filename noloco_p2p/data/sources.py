@@ -13,7 +13,7 @@ from noloco_p2p.data.documents import Document, Fault, Piece, Row
 from noloco_p2p.data.files import file_piece
 from noloco_p2p.data.hub import hub_source
 from noloco_p2p.data.reader import Source
-from noloco_p2p.errors import DataError
+from noloco_p2p.errors import DataError, Unbound
 from noloco_p2p.spec import DataSpec, SourceSpec
 
 # encodings/ contains tables of code points, tests are not typical text, and the rest is not the standard library
@@ -34,7 +34,7 @@ def open_source(part: SourceSpec, bindings: Mapping[str, str]) -> Source:
     kept_apart = {path.resolve() for path in _bound_files(f"{part.source}.validation", bindings, is_needed=False)}
     paths = [path for path in _bound_files(part.source, bindings) if path.resolve() not in kept_apart]
     if not paths:
-        raise DataError(
+        raise Unbound(
             f"every file in --data {part.source} is also in --data {part.source}.validation, so no file is left for "
             "training"
         )
@@ -63,7 +63,10 @@ def has_own_validation(part: SourceSpec) -> bool:
 
 
 def check_bindings(data: DataSpec, bindings: Mapping[str, str]) -> None:
-    """Raise DataError if the files of a run are not bound here, or cannot be read. The hub is not contacted."""
+    """Raise Unbound if the files of a run are not bound here, and DataError if their type is unknown.
+
+    The hub is not contacted.
+    """
     for part, _ in data.parts():
         if not part.source.startswith("hub:"):
             open_source(part, bindings)
@@ -76,7 +79,7 @@ def unused_bindings(data: DataSpec, bindings: Mapping[str, str]) -> list[str]:
 
 
 def _bound_files(name: str, bindings: Mapping[str, str], *, is_needed: bool = True) -> list[Path]:
-    """Return the files that a binding names, sorted by file name. Raises DataError if there are none.
+    """Return the files that a binding names, sorted by file name. Raises Unbound if there are none.
 
     If `is_needed` is false, the binding itself may be missing, and the list is then empty.
     """
@@ -84,20 +87,18 @@ def _bound_files(name: str, bindings: Mapping[str, str], *, is_needed: bool = Tr
     if pattern is None:
         if not is_needed:
             return []
-        raise DataError(
+        raise Unbound(
             f"the run trains on data named '{name}', which is not bound to files on this machine; "
             f"use --data {name}=GLOB, for example --data '{name}=/data/{name}/*.jsonl.gz'"
         )
     expanded = Path(pattern).expanduser()
     if expanded.is_dir():
-        raise DataError(
-            f"--data {name}={pattern} is a folder; specify its files, for example '{pattern.rstrip('/')}/*'"
-        )
+        raise Unbound(f"--data {name}={pattern} is a folder; specify its files, for example '{pattern.rstrip('/')}/*'")
     literal = [str(expanded)] if expanded.is_file() else []  # a name may contain [ or *
     paths = [Path(found) for found in literal or glob.glob(str(expanded), recursive=True)]
     files = sorted((path for path in paths if path.is_file()), key=lambda path: (path.name, str(path)))
     if not files:
-        raise DataError(f"--data {name}={pattern} matches no files")
+        raise Unbound(f"--data {name}={pattern} matches no files")
     return files
 
 

@@ -6,19 +6,20 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, suppress
 from typing import Any
 
 from noloco_p2p._version import __version__
 from noloco_p2p.control import ask
+from noloco_p2p.data.sources import check_bindings
 from noloco_p2p.devices import has_own_memory
 from noloco_p2p.doctor import Check
 from noloco_p2p.errors import DirectoryError, NolocoError, PeerError, Refused
 from noloco_p2p.gossip.frames import RefuseCode, StateChunk, StateManifest, WantChunks, WantManifest
 from noloco_p2p.gossip.seams import Candidate, Transport
 from noloco_p2p.net.client import GrpcTransport
-from noloco_p2p.peer.run_folder import remembered_ports
+from noloco_p2p.peer.run_folder import find_invitation, remembered_ports
 from noloco_p2p.peer_name import named
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.spec import Spec, TrainerSpec
@@ -78,7 +79,7 @@ async def examine(ticket: Ticket, settings: PeerSettings) -> AsyncIterator[Check
             yield Check("the model", "skipped", f"no peer sent the spec: {error}")
             return
         if isinstance(spec, TrainerSpec):
-            for check in model(spec, settings, download_bytes_per_s=bytes_per_s):
+            for check in (*bound(spec, settings), *model(spec, settings, download_bytes_per_s=bytes_per_s)):
                 yield check
         else:
             yield needs(spec, Counts(manifest.num_elements), settings, link_bytes_per_s=bytes_per_s)
@@ -193,6 +194,32 @@ async def _measured(peer: Candidate, transport: Transport) -> tuple[StateManifes
             if refused.code != RefuseCode.BUSY.name or time.monotonic() + retry_s > until_s:
                 raise
         await asyncio.sleep(retry_s)
+
+
+def invited(spec: TrainerSpec, settings: PeerSettings) -> Iterator[Check]:
+    """Check that this machine can start or resume a private run."""
+    if not spec.run_key:
+        return
+    try:
+        find_invitation(spec, settings)
+    except NolocoError as error:
+        fix = "pass the run key that `noloco init --private` wrote with --run-key FILE"
+        yield Check("run key", "failed", str(error), fix)
+    else:
+        yield Check("run key", "ok", "this machine has the run key or an invitation")
+
+
+def bound(spec: TrainerSpec, settings: PeerSettings) -> Iterator[Check]:
+    """Check that the data of a run is on this machine. With stages, only a peer of stage 0 needs it."""
+    if spec.pipeline.stages > 1 and settings.stage != 0:
+        return
+    try:
+        check_bindings(spec.data, settings.data)
+    except NolocoError as error:
+        yield Check("data", "failed", str(error), "bind it with --data NAME=GLOB, or in the settings file")
+    else:
+        sources = ", ".join(part.source for part, _ in spec.data.parts())
+        yield Check("data", "ok", f"{sources} (not read; `noloco data check SPEC.toml` does)")
 
 
 def model(spec: TrainerSpec, settings: PeerSettings, *, download_bytes_per_s: float | None = None) -> list[Check]:

@@ -97,6 +97,8 @@ def _swapping(training: Sequence[Row], lately: Mapping[str, int], lately_s: floa
 
 
 def _remarks(living: Sequence[Row], num_estimated: int | None) -> Iterator[str]:
+    if living and all(row["state"] == "paused" for row in living):
+        yield "All peers are paused, so nobody trains."
     unreached = sum(
         row["reachability"] not in (*OPEN, Reach.PUNCHED) and row["swaps"] >= UNREACHED_SWAPS for row in living
     )

@@ -45,6 +45,7 @@ MAX_SAMPLES = 1_000
 MAX_LOSSES = 400_000  # in all samples together, about 40 MB
 MAX_SERIES = 60  # maximum number of peers whose curves are returned at once
 LEFT_OVER_S = 600.0  # the time over which the progress is measured, to estimate the time left
+MEASURED_S = 120.0  # no estimate before, as the records that show the progress are up to 15 s old
 MEETINGS_SHOWN_S = 120.0
 MAX_MEETINGS_SHOWN = 2_000
 STALE_S = 30.0  # the monitor is unhealthy if it has not read the swarm for this long
@@ -109,7 +110,9 @@ class LiveSwarm:
             return None
         now_s, progress = points[-1]
         began_s, begun = next((point for point in points[::-1] if now_s - point[0] >= LEFT_OVER_S), points[0])
-        return (1 - progress) * (now_s - began_s) / (progress - begun) if progress > begun else None
+        if now_s - began_s < MEASURED_S or progress <= begun:
+            return None
+        return (1 - progress) * (now_s - began_s) / (progress - begun)
 
     @property
     def status(self) -> dict[str, Any]:

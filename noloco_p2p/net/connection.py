@@ -16,7 +16,7 @@ from grpc.aio import EOF  # pyright: ignore[reportAttributeAccessIssue] - missin
 
 from noloco_p2p.dial_guard import DialGuard
 from noloco_p2p.errors import CorruptPayload, PeerError, Refused, TimedOut, Unreachable
-from noloco_p2p.gossip.frames import Refuse, RefuseCode
+from noloco_p2p.gossip.frames import Refuse
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.hosts import is_host, is_port
 from noloco_p2p.net import convert, options
@@ -32,6 +32,13 @@ MEMBERSHIP_KEY = "noloco-membership-bin"
 
 def nobody_is_banned(peer_id: str) -> str:
     return ""
+
+
+def own_ban(peer: str, why: str) -> Refused:
+    """Return why this peer calls no peer that it has banned. The code BANNED means that the other one did it."""
+    refused = Refused(f"it is {why}", peer=peer, retry_after_s=60.0)
+    refused.advice = ("`noloco ban PEER --lift` lifts the ban",) * 2
+    return refused
 
 
 class CallerWire:
@@ -132,7 +139,7 @@ class Connector:
                 return await self.call(nearby, method, timeout_s=timeout_s)
         peer = candidate.peer_id
         if why := self._why_banned(peer):
-            raise Refused(f"it is {why}", peer=peer, code=RefuseCode.BANNED.name, retry_after_s=60.0)
+            raise own_ban(peer, why)
         host, port = split_address(candidate)
         address = await self._guard.way(peer, host)
         channel, wire = self._channel(candidate, grpc_target(address, port)), None

@@ -361,7 +361,9 @@ class TurnedAway:
         self._count += 1
         if self._clock() - self._told_at_s >= TELL_EVERY_S:
             who = f"..{short_id(error.peer)} at {address}" if error.peer else address
-            log.warning("calls refused: %d; the most recent was from %s: %s", self._count, who, error)
+            is_banned = isinstance(error, Refused) and error.code == RefuseCode.BANNED.name
+            why = str(error).replace("you are ", "it is ", 1) if is_banned else error  # the caller reads `error`
+            log.warning("calls refused: %d; the most recent was from %s: %s", self._count, who, why)
             self._count, self._told_at_s = 0, self._clock()
 
 

@@ -46,6 +46,11 @@ def check_checkpoint_folder(folder: Path) -> None:
     """Raise CheckpointError if a checkpoint does not exist. This fails fast, before the slow imports."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder} does not exist; a peer prints the path of its checkpoint when it leaves")
+    if (folder / "config.json").is_file():
+        raise CheckpointError(
+            f"{folder} is an exported model; this command reads a checkpoint, or the folder of a run, which a peer "
+            "keeps in its state folder. Other tools, such as lm_eval, read an exported model"
+        )
 
 
 def write_run(spec: Spec, invitation: Invitation | None, folder: Path) -> None:

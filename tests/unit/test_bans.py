@@ -6,6 +6,7 @@ import pytest
 from harness.identities import identity_of
 
 from noloco_p2p.bans import STRIKE_HALF_LIFE_S, STRIKES, STRUCK_OUT_S, BanList
+from noloco_p2p.cli.app import run
 from noloco_p2p.errors import SettingsError
 
 A, B = (identity_of(name).peer_id for name in "ab")
@@ -31,7 +32,10 @@ def bans(tmp_path: Path, clock: Clock) -> BanList:
 
 def test_a_ban_says_why_and_ends_by_itself(bans: BanList, clock: Clock) -> None:
     bans.ban(A, "sends noise", for_s=3600)
-    assert bans.why(A) == "banned here for another 60 min: sends noise"
+    assert bans.why(A) == "banned here for another 1 h 0 min: sends noise"
+    bans.ban(B, "sends noise", for_s=7 * 86_400.0)
+    assert bans.why(B) == "banned here for another 7 d 0 h: sends noise"
+    bans.lift(B)
     assert not bans.why(B)
     clock.now_s += 3601
     assert not bans.why(A)
@@ -47,6 +51,15 @@ def test_a_running_peer_takes_up_what_another_program_writes(bans: BanList, tmp_
     assert not other.lift(A)
     clock.now_s += 2
     assert not bans.why(A)
+
+
+def test_a_banned_peer_is_found_by_the_name_that_it_had(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    BanList(tmp_path / "bans.json").ban(A, "sends noise", for_s=3600, name="Bob")
+    assert run(["ban", "--state-dir", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith(f"{A} Bob is banned here for another 1 h")
+    assert run(["ban", "bob", "--lift", "--state-dir", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{A} is no longer banned\n"
+    assert not BanList(tmp_path / "bans.json").all()
 
 
 def test_three_faults_within_minutes_are_out_for_an_hour(bans: BanList, clock: Clock) -> None:

@@ -49,7 +49,7 @@ def test_a_preset_loads_back_equal_and_every_key_stands_at_column_0_with_a_comme
     (tmp_path / "run.toml").write_text(text, encoding="utf-8")
     assert TrainerSpec.load(tmp_path / "run.toml") == PRESETS[name]
     model = PRESETS[name].model
-    size = f"the parameters of {model.pretrained!r}" if model.pretrained else f"{model.num_parameters():,} parameters"
+    size = f"the model {model.pretrained!r}" if model.pretrained else f"{model.num_parameters():,} parameters"
     assert size in text
     for line in text.splitlines():
         assert line == line.lstrip()

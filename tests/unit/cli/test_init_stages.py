@@ -67,7 +67,7 @@ def test_a_model_by_name_is_cut_from_its_config_alone(tmp_path: Path, capsys: py
     assert (spec.model.pretrained, spec.data.tokenizer) == ("mine", "mine")
     assert spec.pipeline.cut == (2, 4)
     out = capsys.readouterr().out
-    assert "wrote run.toml: the parameters of 'mine'; start the run with: noloco join run.toml --stage 0\n" in out
+    assert "wrote run.toml: the model 'mine'; start the run with: noloco join run.toml --stage 0\n" in out
     assert "0 (head)     0-1" in out
     assert "1            2-5" in out
 

@@ -61,6 +61,31 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tup
     return code, error.strip().splitlines()[-1] if error.strip() else ""
 
 
+@pytest.mark.parametrize("verb", ["join", "service"])
+@pytest.mark.parametrize(
+    ("changes", "flags", "said"),
+    [
+        (["--set", "data.source=mine"], "", "trains on data named 'mine', which is not bound to files"),
+        (["--set", "data.source=mine"], "mine=nothing/*.txt", "--data mine=nothing/*.txt matches no files"),
+        (["--private"], "", "the run tiny is private: join with a ticket, or with --run-key FILE"),
+    ],
+)
+def test_missing_data_and_a_missing_run_key_are_3(
+    verb: str,
+    changes: list[str],
+    flags: str,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(["init", "run.toml", *changes]) == 0
+    if flags:
+        monkeypatch.setenv("NOLOCO_DATA", flags)
+    flag = ["--listen", "127.0.0.1:0"] if verb == "join" else ["--print"]
+    found, line = complaint(capsys, verb, "run.toml", *flag)
+    assert (found, said in line) == (3, True), line
+
+
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
@@ -140,6 +165,7 @@ def test_settings_in_the_environment_and_in_the_file_name_themselves(
         (["init", "nowhere/run.toml"], 3, "cannot be written"),
         (["monitor", "run.toml"], 3, "not a ticket"),
         (["evaluate", "nothing"], 1, "nothing does not exist"),
+        (["evaluate", "exported"], 1, "exported is an exported model; this command reads a checkpoint"),
         (["export", TICKET, "out"], 3, "--merge requires a ticket"),
         (["export", "--merge", "checkpoint", "out"], 3, "--merge requires a ticket"),
         (["export", "nothing", "out"], 1, "nothing does not exist"),
@@ -169,7 +195,9 @@ def test_settings_in_the_environment_and_in_the_file_name_themselves(
 )
 @pytest.mark.usefixtures("spec")
 def test_a_mistake_is_one_sentence(
-    arguments: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], code: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (tmp_path / "exported").mkdir()
+    (tmp_path / "exported" / "config.json").write_text("{}")
     found, line = complaint(capsys, *arguments)
     assert (found, said in line) == (code, True), line

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from harness.identities import identity_of
 from harness.patience import PATIENCE_S
 
 from noloco_p2p.cli import checks
@@ -21,7 +22,7 @@ from noloco_p2p.doctor.swarm import clock, model, needs, reachability, stages
 from noloco_p2p.errors import Refused
 from noloco_p2p.gossip.frames import FetchWant, StateManifest, WantManifest
 from noloco_p2p.gossip.seams import Candidate
-from noloco_p2p.presets import PRESETS
+from noloco_p2p.presets import PRESETS, render
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.swarm.clock import Offset
@@ -30,6 +31,7 @@ from noloco_p2p.trainer.needs import Counts
 from noloco_p2p.trainer.stage_choice import StageNeeds
 
 PEER = "12D3KooWaaaaaa"
+PEER_ID = identity_of("a").peer_id
 
 
 def settings(folder: Path, **changes: str) -> PeerSettings:
@@ -183,6 +185,36 @@ def test_a_spec_that_was_not_cut_is_a_failure_with_a_way_out(tmp_path: Path) -> 
     changes = {"pipeline.stages": 3, "model.parameter_seeds": True}
     [check] = model(PRESETS["tiny"].with_changes(changes), settings(tmp_path))
     assert (check.level, "noloco init --stages" in check.fix) == ("failed", True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "data", "failed"),
+    [
+        ({"data.source": "mine"}, "", {"data": "not bound to files on this machine"}),
+        ({"data.source": "mine"}, "mine=nothing/*.txt", {"data": "matches no files"}),
+        ({"run_key": PEER_ID}, "", {"run key": "is private"}),
+    ],
+)
+def test_missing_data_and_a_missing_run_key_would_prevent_training(
+    changes: dict[str, str],
+    data: str,
+    failed: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async def starts() -> Check:
+        return FINE
+
+    monkeypatch.setattr(machine, "p2pd", starts)
+    file = tmp_path / "run.toml"
+    file.write_text(render(PRESETS["tiny"].with_changes(changes)))
+    flags = ["--listen", "127.0.0.1:0", "--state-dir", str(tmp_path), *(["--data", data] if data else [])]
+    assert run(["doctor", str(file), "--json", *flags]) == 1
+    found = json.loads(capsys.readouterr().out)["checks"]
+    told = {check["name"]: check["found"] for check in found if check["level"] == "failed"}
+    assert told.keys() == failed.keys()
+    assert all(failed[name] in told[name] for name in failed)
 
 
 PROGRAM = """

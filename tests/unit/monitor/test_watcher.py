@@ -157,6 +157,9 @@ def test_stages_that_nobody_computes_are_told_while_somebody_trains() -> None:
 
 def test_all_is_well() -> None:
     assert Watched(A, B).notices == []
+    paused = [changed(each, state="paused", paused_by="asked") for each in (A, B)]
+    assert Watched(*paused).notices == ["info: All peers are paused, so nobody trains."]
+    assert Watched(A, paused[1]).notices == []
 
 
 def test_what_is_wrong_is_told_the_worst_first() -> None:

@@ -202,7 +202,9 @@ def test_there_is_one_sample_per_interval_of_the_swarm_and_of_each_peer() -> Non
 def test_the_time_left_follows_from_the_progress_of_the_last_ten_minutes() -> None:
     history, (summary,) = LiveSwarm([]), summaries(1, every_s=1.0, number=1)
     assert history.left_s() is None
-    for tick in range(121):  # 0.1 % in each of the first ten minutes, and 1 % in each of the next ten
+    for tick in range(121):
+        assert (history.left_s() is None) == (tick <= 12), "nothing is told before it has been measured for two minutes"
+        # The progress is 0.1 % in each of the first ten minutes, and 1 % in each of the next ten.
         progress = 0.001 * min(tick, 60) / 6 + 0.01 * max(0, tick - 60) / 6
         totals = {**summary["totals"], "progress": progress}
         history.show({**summary, "time_s": NOW_S + SAMPLE_S * tick, "totals": totals})

@@ -32,7 +32,7 @@ def test_a_scan_is_told_in_one_line_a_minute(caplog: pytest.LogCaptureFixture) -
             turned_away.note("ipv4:192.0.2.7:1", Refused("you are banned", code="BANNED"))
             clock.now_s += 0.2
     assert len(caplog.messages) == 2
-    assert "calls refused: 300;" in caplog.messages[1]
+    assert "calls refused: 300; the most recent was from ipv4:192.0.2.7:1: it is banned" in caplog.messages[1]
 
 
 class Call:

@@ -154,7 +154,7 @@ def test_a_stage_of_which_nobody_gives_a_state_is_named_and_nothing_is_left_behi
 @pytest.mark.parametrize(
     ("changes", "cut"),
     [
-        (["outer.alpha=0.3"], (1, 1, 1)),
+        (["outer.alpha=0.3", f"run_key={identity_of('a').peer_id}"], (1, 1, 1)),
         (["pipeline.stages=2"], (1, 2)),
         (["pipeline.stages=2", "pipeline.cut=[2, 1]"], (2, 1)),
         (["pipeline.stages=1"], "auto"),
@@ -163,7 +163,12 @@ def test_a_stage_of_which_nobody_gives_a_state_is_named_and_nothing_is_left_behi
 )
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_fork_begins_with_the_weights_of_every_stage(
-    tied: bool, changes: list[str], cut: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tied: bool,
+    changes: list[str],
+    cut: object,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Each stage of the new run reads its own part, and the weights of each old stage are those of one replica."""
     old, new = SPECS[tied], tmp_path / "new.toml"
@@ -172,6 +177,7 @@ def test_a_fork_begins_with_the_weights_of_every_stage(
     assert run(["fork", ticket, str(new), "--state-dir", str(state_dir), *sets]) == 0
     spec, length = TrainerSpec.load(new), old.data.sequence_length
     assert (spec.name, spec.pipeline.cut) == ("staged-fork", cut)
+    assert (" --run-key FILE" in capsys.readouterr().out) == bool(spec.run_key)
     if spec.pipeline.stages == 1:
         models = [build_model(spec.model, sequence_length=length)]
     else:
