@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -254,8 +254,8 @@ class Peer:
         """Update the counters of bytes, chunks and time in `metrics`."""
         self._network.count()
 
-    def restore_metrics(self, values: dict[str, Any]) -> None:
-        """Continue the counters from the values in a checkpoint. Unknown names are ignored."""
+    def restore_metrics(self, values: Mapping[str, Any]) -> None:
+        """Continue the metrics from the values in a checkpoint. No counter decreases, and unknown names are ignored."""
         self._network.status.restore(values)
 
     # what `noloco status`, `leave`, `pause` and `resume` ask for
