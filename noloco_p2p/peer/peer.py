@@ -37,12 +37,12 @@ MAX_NAMED = 200  # peers, so that the status stays within a line of the control 
 def resolve(target: Spec | Ticket | Path | str | None) -> Spec | Ticket:
     """Return the spec or the ticket that `target` names.
 
-    Raises SpecError or TicketError if it is invalid, and SettingsError if it is None.
+    Raises SpecError or TicketError if it is invalid, and SettingsError if it is None or "".
     """
     if isinstance(target, Spec | Ticket):
         return target
-    if target is None:  # for example, if a script passes on an optional argument
-        raise SettingsError("Peer.join needs a spec, the path of a spec file, or a ticket; it got None")
+    if target is None or target == "":  # for example, if a script passes on an optional argument
+        raise SettingsError(f"Peer.join needs a spec, the path of a spec file, or a ticket; it got {target!r}")
     return (find(target) if isinstance(target, str) else None) or Spec.load(target)
 
 
