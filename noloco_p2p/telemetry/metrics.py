@@ -231,8 +231,9 @@ class Metrics:
         """
         added: dict[str, float] = {}
         for name in METRICS.keys() & values.keys():
-            value = values[name]
-            if METRICS[name].kind == "counter" and value is not None:
+            if (value := values[name]) is None:
+                continue
+            if METRICS[name].kind == "counter":
                 now = getattr(self, name) or 0
                 added[name], value = max(0, value - now), max(now, value)
             setattr(self, name, value)
