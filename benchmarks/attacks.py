@@ -1,6 +1,6 @@
 """Measure what the update filter costs an honest swarm, and what it prevents when peers lie.
 
-    python benchmarks/attacks.py [--quick] [--trials] [--json FILE] [--kept FILE] [--minutes M] [--jobs N]
+    python benchmarks/attacks.py [--quick] [--json FILE] [--kept FILE] [--minutes M] [--jobs N]
 
 The swarms are simulated on links of 0.1 Mbit/s, which carry the weights in about five inner steps. They train the toy
 model (toy.toml) with the optimizer and the codec that `noloco init` writes. Losses are validation losses, averaged over
@@ -9,15 +9,14 @@ means over two seeds. "open" means that there is no filter. `harness/hostile.py`
 makes offers to everybody all the time, and accepts every offer. The share of a liar is its share of the swaps of honest
 peers, in multiples of that of another peer.
 
-`--trials` compares other limits. With `--kept`, each case is added to a file of JSON lines, and those that it holds for
-the same limits are not simulated again. With `--minutes`, no case begins after this time, and the table has those that
-are done.
+With `--kept`, each case is added to a file of JSON lines, and those that it holds for the same limits are not simulated
+again. With `--minutes`, no case begins after this time, and the table has those that are done. lab/liars.py measures
+most attacks in a larger run, in which half-differences and steps have other lengths.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import math
 import sysconfig
@@ -47,28 +46,8 @@ from noloco_p2p.spec import TrainerSpec
 TOY = Path(__file__).parent / "toy.toml"
 NUM_STEPS, QUICK_STEPS, SEEDS, HOSTILE_SEEDS, JOBS = 260, 40, (0, 1, 2, 3), (0, 1), 2
 ADAPTIVE = (Attack.BACK, Attack.UPHILL, Attack.DRIFT)
-# Limits in place of the filter's own
 OPEN = "open"
-NO_LIMITS = {"RADIUS": 1e9, "LEAST": 1e9, "MOST": 1e9, "DRAG": 1e9}
-FILTERS: dict[str, dict[str, float]] = {
-    OPEN: NO_LIMITS,
-    "twice the limits": {"RADIUS": 2.0, "LEAST": 1.0, "MOST": 2.0},
-    "own movement only": {"RADIUS": 1e9, "LEAST": 0.5, "MOST": 0.5},
-}
-NO_MEDIAN = {"RADIUS": 1e9}  # the radius depends on this peer's own movement only
-TRIALS = {
-    ", ".join(f"{key} {value:g}" if value < 1e9 else f"no {key}" for key, value in limits.items()): limits
-    for limits in (
-        {"DRAG": 1e9},
-        {"RADIUS": 1.25},
-        {"LEAST": 0.6, "MOST": 0.8},
-        NO_MEDIAN | {"LEAST": 0.75, "MOST": 0.75},
-        NO_MEDIAN | {"LEAST": 1.0, "MOST": 1.0},
-        NO_MEDIAN | {"LEAST": 1.0, "MOST": 1.0, "SMOOTHING": 0.4},
-        NO_MEDIAN | {"LEAST": 1.0, "MOST": 1.0, "SMOOTHING": 1.0},
-    )
-}
-LATE, EARLY = "open before the middle", "open from the middle on"
+NO_LIMITS = dict.fromkeys(("RADIUS", "FIRST", "MOST", "PULL", "DRAG"), 1e9)
 ISLANDS, OWN_TEXTS = "two islands until the middle", "each with its own texts"
 MOST_COST, MOST_HARM, MOST_HARM_OF_THREE, MOST_SHARE = 0.3, 3.0, 6.0, 1.5
 
@@ -81,7 +60,7 @@ class Case:
     num_honest: int = 8
     num_liars: int = 0
     is_greedy: bool = False
-    filter: str = ""  # a name in FILTERS or TRIALS, or empty for the filter's own limits
+    filter: str = ""  # OPEN, or empty for the filter's own limits
     seed: int = 0
     honest: str = ""  # ISLANDS or OWN_TEXTS
 
@@ -94,7 +73,7 @@ class Case:
     def limits(self) -> dict[str, float]:
         """The constants of the filter."""
         own = {name: value for name, value in vars(update_filter).items() if name.isupper()}
-        return own | {LATE: NO_LIMITS, **FILTERS, **TRIALS}.get(self.filter, {})
+        return own | (NO_LIMITS if self.filter == OPEN else {})
 
     def key(self, steps: int) -> str:
         return json.dumps(asdict(self) | {"steps": steps, "limits": self.limits}, sort_keys=True)
@@ -119,8 +98,6 @@ def cases(*, quick: bool) -> list[Case]:
         *(Case(attack, num_liars=1, is_greedy=True) for attack in (Attack.NOISE, Attack.STALLS, *ADAPTIVE)),
         *(Case(attack, num_honest=14, num_liars=3) for attack in ADAPTIVE),
         *(Case(attack, num_liars=1, filter=OPEN) for attack in (Attack.SCALED, Attack.FLIPPED, Attack.BACK)),
-        Case(Attack.CONSTANT, num_liars=1, filter="twice the limits"),
-        Case(Attack.UPHILL, num_liars=1, is_greedy=True, filter="own movement only"),
         *(Case(filter=name, honest=OWN_TEXTS) for name in ("", OPEN)),
     ]
     return [*honest, Case(honest=ISLANDS), *(replace(case, seed=seed) for case in hostile for seed in HOSTILE_SEEDS)]
@@ -153,14 +130,11 @@ def simulate(case: Case, steps: int) -> Found:
     num_live = case.num_honest + case.num_liars
     attacks = {} if case.attack is None else dict.fromkeys(range(case.num_honest, num_live), case.attack)
     made: list[SimulatedReplica] = []
-    limits = Case().limits if case.filter == LATE else NO_LIMITS  # from the middle on
 
     def on_made(replicas: list[SimulatedReplica]) -> None:
         made.extend(replicas)
         if case.honest == ISLANDS:
             divide(replicas, until_s=steps / 2)
-        if case.filter in (LATE, EARLY):
-            asyncio.get_running_loop().call_later(steps / 2, update_filter.__dict__.update, limits)
 
     with patch.dict(vars(update_filter), case.limits), tempfile.TemporaryDirectory() as folder:
         material, plan = material_and_plan(steps, case, Path(folder))
@@ -206,28 +180,6 @@ def simulate_all(wanted: Iterable[Case], steps: int, args: argparse.Namespace) -
     return found
 
 
-def trial_cases() -> list[Case]:
-    """Return the cases that decide between limits: the cost without liars, and the attacks that wider limits let in."""
-    hostile = [Case(), Case(Attack.CONSTANT, num_liars=1)]
-    hostile += [Case(attack, num_liars=1, is_greedy=True) for attack in (Attack.NOISE, Attack.UPHILL)]
-    tried = [Case(filter=name) for name in (OPEN, EARLY, LATE)]
-    tried += [replace(case, filter=name) for name in ("", *TRIALS) for case in hostile]
-    return [replace(case, seed=seed) for seed in HOSTILE_SEEDS for case in tried]
-
-
-def tried(found: Mapping[Case, Found]) -> list[Claim]:
-    """Return what each of the limits costs honest peers, and what the attacks do, relative to the same limits."""
-    claims: list[Claim] = []
-    for case in (case for case in trial_cases() if not case.seed and case.filter != OPEN):
-        other = replace(Case(), filter=case.filter if case.attack else OPEN)
-        seeds = [seed for seed in HOSTILE_SEEDS if {replace(each, seed=seed) for each in (case, other)} <= found.keys()]
-        if seeds:
-            of = [100 * (found[replace(case, seed=s)].loss / found[replace(other, seed=s)].loss - 1) for s in seeds]
-            what = f"{'loss' if case.attack else 'cost'}, {len(seeds)} of {len(HOSTILE_SEEDS)} seeds"
-            claims.append(Claim(f"{case.name}: {what}", mean(of), "%"))
-    return claims
-
-
 def claims_of(found: Mapping[Case, Found], *, quick: bool) -> list[Claim]:
     """Return the claims about all cases that were found."""
     wanted = [case for case in cases(quick=quick) if case in found]
@@ -271,17 +223,16 @@ def claims_of(found: Mapping[Case, Found], *, quick: bool) -> list[Claim]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a smaller run, under a minute")
-    parser.add_argument("--trials", action="store_true", help="compare other limits")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the claims as JSON")
     parser.add_argument("--kept", type=Path, metavar="FILE", help="keep what each case gives, and do not repeat it")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no case after this time")
     parser.add_argument("--jobs", type=int, default=JOBS, help="cases at a time")
     args = parser.parse_args()
-    wanted = trial_cases() if args.trials else cases(quick=args.quick)
+    wanted = cases(quick=args.quick)
     found = simulate_all(wanted, QUICK_STEPS if args.quick else NUM_STEPS, args)
     print(f"# {len(found)} of {len(wanted)} cases")
     if found:
-        show(tried(found) if args.trials else claims_of(found, quick=args.quick), args.json)
+        show(claims_of(found, quick=args.quick), args.json)
 
 
 if __name__ == "__main__":

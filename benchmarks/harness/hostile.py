@@ -63,6 +63,42 @@ class Attack(StrEnum):
 CLAIMS = (Attack.FAR_AHEAD, Attack.FAR_BEHIND, Attack.STALLS)
 
 
+class Lies:
+    """What a liar with these `first` weights tells each of its partners, whose weights it knows."""
+
+    def __init__(self, attack: Attack, first: Tensor, *, seed: int) -> None:
+        self._attack, self._first = attack, first
+        self._noise = torch.Generator().manual_seed(seed)
+        self._drift = torch.randn(first.shape, generator=self._noise)
+        self._before: dict[str, Tensor] = {}  # the weights of each partner in the last swap
+
+    def tell(self, partner: str, own: Tensor, victim: Tensor, start: int, stop: int) -> Tensor:
+        """Return what a partner gets in place of `own`, elements [start, stop), where it has the values `victim`."""
+        match self._attack:
+            case Attack.SCALED:
+                return FAR * own
+            case Attack.CONSTANT:
+                return torch.ones_like(own)
+            case Attack.NOISE:
+                noise = torch.randn(own.shape, generator=self._noise)
+                return noise * (own.norm() / noise.norm())
+            case Attack.FLIPPED:
+                return 2 * victim - own
+            case Attack.STALE:
+                return self._first[start:stop].clone()
+            case Attack.ECHO:
+                return victim
+            case Attack.BACK:
+                return victim + FAR * (self._first[start:stop] - victim)
+            case Attack.UPHILL:
+                before = self._before.setdefault(partner, self._first.clone())
+                lie = victim - FAR * (victim - before[start:stop])
+                before[start:stop] = victim
+                return lie
+            case _:
+                return victim + FAR * self._drift[start:stop]
+
+
 class LyingGossip(Gossip):
     """The swaps of a liar. `lie` returns what a partner gets in place of elements [start, stop)."""
 
@@ -158,10 +194,7 @@ class HostileReplica(SimulatedReplica):
     ) -> None:
         super().__init__(number, plan, material, network)
         self._attack, self._is_greedy, self._swarm = attack, is_greedy, swarm
-        self._first = self.current_weights()
-        self._noise = torch.Generator().manual_seed(plan.seed)
-        self._drift = torch.randn(self._first.shape, generator=self._noise)
-        self._before: dict[str, Tensor] = {}  # the weights of each partner in the last swap
+        self._lies = Lies(attack, self.current_weights(), seed=plan.seed)
 
     async def enter(self, donor: SimulatedPeer | None = None) -> None:
         with patch.object(service, "Gossip", GreedyGossip if self._is_greedy else LyingGossip):
@@ -193,29 +226,7 @@ class HostileReplica(SimulatedReplica):
 
     def _lie(self, partner: str, start: int, stop: int) -> Tensor:
         own, victim = self.weights.read(start, stop), self._swarm[partner].weights.read(start, stop)
-        match self._attack:
-            case Attack.SCALED:
-                return FAR * own
-            case Attack.CONSTANT:
-                return torch.ones_like(own)
-            case Attack.NOISE:
-                noise = torch.randn(own.shape, generator=self._noise)
-                return noise * (own.norm() / noise.norm())
-            case Attack.FLIPPED:
-                return 2 * victim - own
-            case Attack.STALE:
-                return self._first[start:stop].clone()
-            case Attack.ECHO:
-                return victim
-            case Attack.BACK:
-                return victim + FAR * (self._first[start:stop] - victim)
-            case Attack.UPHILL:
-                before = self._before.setdefault(partner, self._first.clone())
-                lie = victim - FAR * (victim - before[start:stop])
-                before[start:stop] = victim
-                return lie
-            case _:
-                return victim + FAR * self._drift[start:stop]
+        return self._lies.tell(partner, own, victim, start, stop)
 
 
 def simulate_hostile(

@@ -193,7 +193,7 @@ def run(cell: Cell, device: torch.device) -> dict[str, Any]:
     """Run one cell, and return its row."""
     size, (kind, inner_steps, _) = SIZES[cell.size], RULES[cell.rule]
     began_s, cpu_s, limit_s = time.monotonic(), time.process_time(), size.steps * STEP_S
-    spec = _spec(cell, inner_steps)
+    spec = ladder_spec(cell, inner_steps)
     material = Material.of(spec, {"text": make(CACHE)}, device=device, seed=cell.seed)
     mbit_s = float("inf") if cell.link == FREE else float(cell.link)
     delay_ms = 0 if cell.link == FREE else DELAY_MS
@@ -216,7 +216,7 @@ def run(cell: Cell, device: torch.device) -> dict[str, Any]:
     return {**asdict(cell), **told, **seconds, **machine}
 
 
-def _spec(cell: Cell, inner_steps: int) -> TrainerSpec:
+def ladder_spec(cell: Cell, inner_steps: int) -> TrainerSpec:
     size = SIZES[cell.size]
     values = {
         "name": "ladder",

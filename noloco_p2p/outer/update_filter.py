@@ -1,23 +1,21 @@
-"""Clip the half-differences of a partner before they are added to the weights.
+"""Bound what a partner's half-differences can do before they are added to the weights.
 
 A partner is a stranger. Its numbers have arrived intact and are finite, but they can otherwise be anything. So each
 piece of a half-difference is clipped to a radius around this peer's own weights (ClippedGossip, arXiv 2202.01545). A
 piece is a part of one tensor within one chunk. Each partner of a swap computes its own radius.
 
-The radius is the median norm of the newest half-differences of the last `PARTNERS` different partners in this piece,
-after clipping. Each partner counts once, so a liar that this peer meets often has one voice. Two bounds follow from
-this peer's own movement from the last mixing to the snapshot, which a sample of its elements estimates: between two
-mixings, honest replicas move apart by no more than each of them moves. The lower bound admits the first swaps, for
-which there is no history, and keeps a median of clipped norms from falling for ever. The upper bound stops liars whose
-clipped half-differences would otherwise keep raising the median.
+The radius is one and a half times the median norm of the newest half-differences of the last `PARTNERS` different
+partners in this piece. Each partner counts once, so a liar that this peer meets often has one voice. The norms are
+remembered as they arrived: a median of clipped norms would fall again and again, until nothing honest could pass. From
+the half-differences of honest peers, the radius cuts a few in a hundred (benchmarks/results/liars.txt).
 
-A swap can pull a peer back, against the direction in which it has moved for the last mixings. Honest partners are about
-as often ahead of a peer as behind it, but a liar can pull back in every swap. So if the cosine of a half-difference and
-that direction is below -`DRAG`, the half-difference is scaled down until it pulls back as little as with that cosine.
+What is left to a liar is to do the same harm in every swap. Two cosines show that, and if one of them is beyond its
+limit, the half-difference is scaled down until it would be at the limit if nothing else had changed:
 
-So about three of four honest pieces are clipped. Their direction stays, and the next swaps make up for a part of their
-length. This costs an honest swarm about 1 % of the loss (benchmarks/results/attacks_trials.txt). A wider radius costs
-less, but a liar that pulls into one direction in every swap then does ten times the harm.
+* with what this partner alone has pulled to before: the running mean of its half-differences, minus the median of those
+  of all partners, which is what a peer that is ahead, behind or has other text than all others sees from each of them;
+* with the direction in which this peer has moved for the last mixings. Honest partners are about as often ahead of a
+  peer as behind it, but a liar can pull back in every swap.
 """
 
 from __future__ import annotations
@@ -35,14 +33,18 @@ from noloco_p2p.gossip.coder import Coding
 from noloco_p2p.gossip.exchange import Halves
 
 PARTNERS = 8  # whose half-differences are remembered
+VOICES = 3  # partners without whose norms there is no median
 SAMPLE = 256  # elements of a piece whose movement is measured
+PULL_SAMPLE = 64  # elements of a piece by which the pull of each partner is remembered
 SMOOTHING = 0.125  # weight of a new movement
 PATH_SMOOTHING = 0.05  # weight of a new movement in the direction of the last ones
-# benchmarks/attacks.py measures how well these limits work and what they cost.
-RADIUS = 1.0  # times the median norm of the half-differences of different partners
-LEAST = 0.5  # times this peer's own movement since the last mixing, or its mean over mixings if that is more
-MOST = 1.0  # times the same
-DRAG = 0.3
+PULL_SMOOTHING = 0.3  # weight of a new half-difference in the pull of its partner
+# benchmarks/lab/liars.py measures how well these limits work and what they cost.
+RADIUS = 1.5  # times the median norm of the half-differences of different partners
+FIRST = 2.0  # times this peer's own movement since the last mixing, or its mean if that is more; without a median
+MOST = 4.0  # times the same, always: islands that meet again are further apart
+PULL = 0.3  # cosine with the pull of the partner alone
+DRAG = 0.3  # cosine with the direction against the last movements
 # With `outer.wait`, one swap carries everything that partners have learned apart, and their mean must be exact.
 SCALE_WAITING = 2.0  # times all limits
 
@@ -60,6 +62,7 @@ class UpdateFilter:
         self._pieces = dict(zip((start for start, _ in chunks), pieces_of(sizes, chunks), strict=True))
         num_pieces = sum(map(len, self._pieces.values()))
         self._norms = torch.full((PARTNERS, num_pieces), torch.nan, dtype=torch.float32, device="cpu")
+        self._pulls = torch.full((PARTNERS, num_pieces, PULL_SAMPLE), torch.nan, dtype=torch.float32, device="cpu")
         self._rows: OrderedDict[str, int] = OrderedDict()  # the row of each partner
         # With a small tensor for each piece, allocated between large ones, the C library would keep as much free memory
         # as the model takes, in parts that are too small for the next chunk.
@@ -79,7 +82,7 @@ class UpdateFilter:
 
         If `is_at_rest`, training is over, so this peer does not move any more.
         """
-        norms: dict[int, float] = {}  # of each piece, after clipping
+        norms: dict[int, float] = {}  # of each piece, as it arrived
         places: list[tuple[int, Tensor, Tensor]] = []  # each piece, a sample of its values, and its half-differences
         num_clipped, square, own_square, moved_square = 0, 0.0, 0.0, 0.0
         with self._judging:
@@ -87,23 +90,25 @@ class UpdateFilter:
                 values, halves = coding.values[chunk.start : chunk.stop], coding.half_difference(index)
                 own_square += float(torch.linalg.vector_norm(values)) ** 2
                 pieces = self._pieces[coding.start + chunk.start]
-                usual = self._norms[:, pieces[0][0] : pieces[-1][0] + 1].nanmedian(dim=0).values.tolist()
-                for (piece, place), middle in zip(pieces, usual, strict=True):
+                for (piece, place), middle in zip(pieces, self._medians(pieces), strict=True):
                     radius = self._radius(piece, values[place], middle, is_at_rest=is_at_rest)
-                    norm = float(torch.linalg.vector_norm(halves[place]))
+                    norms[piece] = norm = float(torch.linalg.vector_norm(halves[place]))
                     square += norm * norm
                     if norm > radius:
                         halves[place].mul_(radius / norm)
                         num_clipped += 1
-                    norms[piece] = min(norm, radius)
-                    moved_square += norms[piece] ** 2
+                    moved_square += min(norm, radius) ** 2
                     places.append((piece, _sample(values[place]).clone(), values[place]))
                 values.copy_(halves)
-            if not (is_at_rest or self._is_waiting) and (drag := -self._cosine(places)) > DRAG:
-                coding.values.mul_(DRAG / drag)
-                moved_square *= (DRAG / drag) ** 2
+            row = self._row_of(partner)
+            if not (is_at_rest or self._is_waiting):
+                factor = min(_within(self._pull(row, places), PULL), _within(-self._cosine(places), DRAG))
+                coding.values.mul_(factor)
+                moved_square *= factor**2
             self._note(places)
-            self._remember(partner, norms)
+            self._norms[row, places[0][0] : places[-1][0] + 1] = torch.tensor(
+                [*norms.values()], dtype=torch.float32, device="cpu"
+            )
         num_elements = len(coding.values)
         return Halves(
             coding.values,
@@ -135,16 +140,34 @@ class UpdateFilter:
             path.copy_(moved if path[0].isnan() else path.lerp(moved, PATH_SMOOTHING))
             sample.copy_(mixed)
 
-    def _remember(self, partner: str, norms: dict[int, float]) -> None:
+    def _row_of(self, partner: str) -> int:
+        """Return the row of a partner, which becomes the newest one."""
         row = self._rows.pop(partner, None)
         if row is None:
             row = self._rows.popitem(last=False)[1] if len(self._rows) == PARTNERS else len(self._rows)
-            self._norms[row] = torch.nan
+            self._norms[row] = self._pulls[row] = torch.nan
         self._rows[partner] = row
-        first = min(norms)  # the pieces of a slice are consecutive
-        self._norms[row, first : first + len(norms)] = torch.tensor(
-            [*norms.values()], dtype=torch.float32, device="cpu"
-        )
+        return row
+
+    def _medians(self, pieces: Sequence[tuple[int, slice]]) -> list[float]:
+        """Return the median norm of each piece, or NaN if fewer than `VOICES` partners have sent it."""
+        norms = self._norms[:, pieces[0][0] : pieces[-1][0] + 1]
+        has_voices = (~norms.isnan()).sum(dim=0) >= VOICES
+        return norms.nanmedian(dim=0).values.where(has_voices, torch.nan).tolist()
+
+    def _pull(self, row: int, places: Sequence[tuple[int, Tensor, Tensor]]) -> float:
+        """Return the cosine of a half-difference with what its partner alone has pulled to, and remember it."""
+        pulls = self._pulls[:, places[0][0] : places[-1][0] + 1]  # the pieces of a slice are consecutive
+        new, own = torch.full_like(pulls[row], torch.nan), pulls[row].clone()
+        for (_, _, halves), line in zip(places, new, strict=True):
+            sample = _sample(halves, PULL_SAMPLE)
+            line[: len(sample)] = sample
+        num_known = int((~pulls[:, :, 0].isnan()).any(dim=1).sum())
+        alone = (own - pulls.nanmedian(dim=0).values).nan_to_num()  # where it has not pulled before, 0
+        pulls[row] = own.lerp(new, PULL_SMOOTHING).where(~own.isnan(), new)
+        new.nan_to_num_()
+        length = float(alone.norm() * new.norm())
+        return float((alone * new).sum()) / length if num_known >= VOICES and length > 0 else 0.0
 
     def _radius(self, piece: int, values: Tensor, usual: float, *, is_at_rest: bool) -> float:
         sample = _sample(values)
@@ -153,12 +176,17 @@ class UpdateFilter:
         if not (is_at_rest and self._movement[piece]):
             self._movement[piece] = _smoothed(self._movement[piece], moved)
         reach = max(moved, self._movement[piece])
-        radius = max(0.0 if math.isnan(usual) else RADIUS * usual, LEAST * reach)
+        radius = FIRST * reach if math.isnan(usual) else RADIUS * usual
         return self._scale * (radius if is_at_rest else min(radius, MOST * reach))
 
 
-def _sample(values: Tensor) -> Tensor:
-    return values[:: max(1, len(values) // SAMPLE)][:SAMPLE]
+def _sample(values: Tensor, size: int = SAMPLE) -> Tensor:
+    return values[:: max(1, len(values) // size)][:size]
+
+
+def _within(cosine: float, limit: float) -> float:
+    """Return the factor that scales a half-difference with this cosine down to what it may have in a direction."""
+    return min(1.0, limit / cosine) if cosine > 0 else 1.0
 
 
 def _smoothed(before: float, value: float) -> float:

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from noloco_p2p.gossip.units import Chunk
 from noloco_p2p.outer import update_filter
-from noloco_p2p.outer.update_filter import PARTNERS, UpdateFilter, pieces_of
+from noloco_p2p.outer.update_filter import PARTNERS, PULL, RADIUS, VOICES, UpdateFilter, pieces_of
 
 SIZE = 100
 MOVED = 1.0  # the norm of this peer's own movement between two swaps
-LEAST, MOST = update_filter.LEAST * MOVED, update_filter.MOST * MOVED
+FIRST, MOST = update_filter.FIRST * MOVED, update_filter.MOST * MOVED
 
 
 def vector(norm: float) -> torch.Tensor:
@@ -44,7 +44,7 @@ class Replica:
 
     def remember(self, partner: str, norm: float) -> None:
         """Remember that the half-differences of a partner had this norm."""
-        self.filter._remember(partner, {0: norm})
+        self.filter._norms[self.filter._row_of(partner), 0] = norm
 
     def swap(self, partner: str, norm: float, *, is_at_rest: bool = False) -> float:
         """Return the norm of a partner's half-differences after the filter."""
@@ -58,16 +58,26 @@ class Replica:
         return after
 
 
-def test_the_first_partner_moves_a_peer_half_as_far_as_the_peer_moves_itself() -> None:
-    assert Replica().swap("liar", 1000.0) == pytest.approx(LEAST)
-    assert Replica().swap("honest", 0.9 * LEAST) == pytest.approx(0.9 * LEAST)
+def test_the_first_partners_move_a_peer_twice_as_far_as_the_peer_moves_itself() -> None:
+    replica = Replica()
+    for number in range(VOICES):
+        assert replica.swap(f"liar-{number}", 1000.0) == pytest.approx(FIRST)
+    assert Replica().swap("honest", 0.9 * FIRST) == pytest.approx(0.9 * FIRST)
 
 
-def test_a_partner_moves_a_peer_as_far_as_the_usual_one() -> None:
+def test_a_partner_moves_a_peer_a_little_further_than_the_usual_one() -> None:
     replica = Replica()
     for number in range(5):
         replica.remember(f"honest-{number}", 0.8)
-    assert replica.swap("liar", 1000.0) == pytest.approx(0.8)
+    assert replica.swap("liar", 1000.0) == pytest.approx(RADIUS * 0.8)
+
+
+def test_what_all_partners_send_passes_as_soon_as_each_has_sent_it() -> None:
+    replica = Replica()
+    for number in range(PARTNERS):
+        replica.remember(f"honest-{number}", 0.5)
+    first, *_, last = [replica.swap(f"honest-{number}", 2.0) for number in range(PARTNERS)]
+    assert [first, last] == pytest.approx([RADIUS * 0.5, 2.0], rel=1e-3)
 
 
 def test_many_swaps_with_one_liar_do_not_widen_the_filter() -> None:
@@ -75,13 +85,7 @@ def test_many_swaps_with_one_liar_do_not_widen_the_filter() -> None:
     for number in range(3):
         replica.remember(f"honest-{number}", 0.6)
     for _ in range(3 * PARTNERS):
-        assert replica.swap("liar", 1000.0) <= 0.6 * 1.001
-
-
-def test_liars_alone_do_not_widen_the_filter() -> None:
-    replica = Replica()
-    norms = [replica.swap(f"liar-{number}", 1e6) for number in range(2 * PARTNERS)]
-    assert norms == pytest.approx([LEAST] * len(norms), rel=1e-3), "what was cut off is not remembered"
+        assert replica.swap("liar", 1000.0) <= RADIUS * 0.6 * 1.001
 
 
 def test_liars_alone_cannot_widen_the_filter_beyond_its_upper_bound() -> None:
@@ -89,7 +93,46 @@ def test_liars_alone_cannot_widen_the_filter_beyond_its_upper_bound() -> None:
     for number in range(PARTNERS):
         replica.remember(f"liar-{number}", 10 * MOST)
     assert replica.swap("liar-0", 1e6) == pytest.approx(MOST, rel=1e-4)
-    assert replica.swap("liar-1", 1e6, is_at_rest=True) == pytest.approx(10 * MOST, rel=1e-4), "at rest, nobody moves"
+    unbounded = replica.swap("liar-1", 1e6, is_at_rest=True)
+    assert unbounded == pytest.approx(RADIUS * 10 * MOST, rel=1e-4), "at rest, nobody moves"
+
+
+class Pulls:
+    """A replica whose partners send half-differences of norm 0.5 in given directions."""
+
+    def __init__(self) -> None:
+        self.replica, self._random = Replica(), torch.Generator().manual_seed(3)
+
+    def any(self) -> torch.Tensor:
+        direction = torch.randn(SIZE, generator=self._random)
+        return direction / direction.norm()
+
+    def factor(self, partner: str, direction: torch.Tensor) -> float:
+        """Return what is left of a half-difference."""
+        replica, halves = self.replica, 0.5 * direction
+        replica.values += MOVED * self.any()
+        given: Any = Given(replica.values.clone(), halves.clone())
+        after = replica.filter.judge(given, partner).values
+        replica.values += after
+        return float(after.norm() / halves.norm())
+
+
+def test_who_alone_pulls_to_the_same_side_again_and_again_is_slowed_down() -> None:
+    pulls, side = Pulls(), vector(1.0)
+    honest = [[pulls.factor(f"honest-{number}", pulls.any()) for number in range(3)] for _ in range(4)]
+    liar = [pulls.factor("liar", side) for _ in range(4)]
+    assert liar[-1] == pytest.approx(PULL, abs=0.05)
+    assert min(map(min, honest)) > 0.9
+    assert pulls.factor("liar", pulls.any()) > 0.9, "not where it pulls elsewhere"
+
+
+def test_a_peer_that_is_behind_all_others_takes_what_they_send() -> None:
+    pulls, side = Pulls(), vector(1.0)
+    for _ in range(4):
+        for number in range(4):
+            ahead = side + 0.5 * pulls.any()
+            last = pulls.factor(f"ahead-{number}", ahead / ahead.norm())
+            assert last > 0.9
 
 
 @pytest.mark.parametrize(
