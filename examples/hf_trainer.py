@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> None:
     torch.manual_seed(0)  # peers that start separately need the same weights
     sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 2}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4))
-    spec = RunSpec(name="hf-trainer")
+    spec = RunSpec(name="hf-trainer", total_steps=args.steps)
     with Peer.join(args.ticket or spec, state_dir=args.state_dir, listen=args.listen) as peer:
         print(f"others join with: python {__file__} {peer.ticket}", flush=True)
         settings = TrainingArguments(

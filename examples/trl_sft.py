@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> None:
     base = AutoModelForCausalLM.from_pretrained(args.model)
     torch.manual_seed(0)  # peers that start separately need the same adapters
     model = get_peft_model(base, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"))
-    spec = RunSpec(name="trl-sft")
+    spec = RunSpec(name="trl-sft", total_steps=args.steps)
     with Peer.join(args.ticket or spec, state_dir=args.state_dir, listen=args.listen) as peer:
         print(f"others join with: python {__file__} {args.model} DATA.jsonl --ticket {peer.ticket}", flush=True)
         settings = SFTConfig(

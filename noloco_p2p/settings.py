@@ -23,7 +23,7 @@ from pydantic.fields import FieldInfo
 
 from noloco_p2p import peer_name
 from noloco_p2p.errors import SettingsError
-from noloco_p2p.spec import HUB_NAME, describe, field
+from noloco_p2p.spec import HUB_NAME, TrainerSpec, describe, field
 
 log = logging.getLogger(__name__)
 
@@ -346,6 +346,23 @@ class PeerSettings(BaseModel):
     def origins(self) -> dict[str, str]:
         """Return the source of each setting: "flag", "environment", the path of the user's file, or "default"."""
         return {name: self._origins.get(name, "default") for name in type(self).model_fields}
+
+    def check_names(self, spec: TrainerSpec) -> None:
+        """Raise SettingsError if the command line binds a name that the spec does not use.
+
+        The environment and the user's file may bind names for several runs.
+        """
+        reads = [part.source for part, _ in spec.data.parts()]
+        models = list(
+            dict.fromkeys(name for name in (spec.model.pretrained, spec.data.tokenizer) if name not in ("", "bytes"))
+        )
+        used = {"data": ("data set", "reads", reads), "models": ("model", "uses", models)}
+        for setting, (kind, verb, names) in used.items():
+            bound = getattr(self, setting) if self.origins()[setting] == "flag" else {}
+            for name in bound:
+                if name not in names and not (setting == "data" and name.removesuffix(".validation") in names):
+                    listed = ", ".join(map(repr, names))
+                    raise SettingsError(f"the spec names no {kind} {name!r}; it {verb} {listed or 'none'}")
 
     @property
     def upload_bytes_per_s(self) -> float | None:

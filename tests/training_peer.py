@@ -36,10 +36,6 @@ class TrainingPeer(MemoryPeer):
     def live_peers(self) -> int:
         return len(self.others)
 
-    def restore_metrics(self, values: dict[str, Any]) -> None:
-        for name, value in values.items():
-            setattr(self.metrics, name, value)
-
     # stages
 
     def look_around(self) -> None: ...

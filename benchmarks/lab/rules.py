@@ -17,7 +17,9 @@ outer step, both forms of DiLoCo take the published one (`OUTER_STEPS`). `mine.p
 from __future__ import annotations
 
 import argparse
+import inspect
 import runpy
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -311,16 +313,16 @@ class Lockstep:
         self.virtual_s += num_messages * 2 * max(link.delay_ms for link in links) / 1e3
 
 
-def run_named(named: str, material: Material, plan: Plan) -> Result:
-    """Run a rule that is named as in --rules. Raises SettingsError if there is none of this name."""
+def find_rule(named: str, spec: TrainerSpec) -> tuple[TrainerSpec, str | Callable[[Lockstep], Rule], str]:
+    """Return the spec, the rule and the codec of a rule that is named as in --rules.
+
+    Raises SettingsError if there is no such rule, or if it cannot be used.
+    """
     name, _, codec = named.partition(":")
-    spec, rule = material.spec, name
+    rule: str | Callable[[Lockstep], Rule] = name
     if name.endswith(".py"):
         rule_name, _, codec = codec.partition(":")
-        found = runpy.run_path(name) if Path(name).is_file() else {}
-        if rule_name not in found:
-            raise SettingsError(f"{named}: there is no rule {rule_name!r} in {name}")
-        rule = found[rule_name]
+        rule = own_rule(Path(name), rule_name)
     elif name not in ("noloco", *RULES):
         raise SettingsError(f"there is no rule {name!r}; choose from noloco, {', '.join(RULES)} and FILE.py:NAME")
     elif name in OUTER_STEPS and not spec.outer.has_outer_step:
@@ -328,8 +330,38 @@ def run_named(named: str, material: Material, plan: Plan) -> Result:
         spec = spec.model_copy(update={"outer": spec.outer.model_copy(update={"alpha": alpha, "beta": beta})})
     elif name == "noloco" and codec:
         spec = spec.with_changes({"codec.weights": codec}, origin="--rules")
+    if name != "noloco" and codec:
+        Ring.of(codec, num_elements=1)
+    return spec, rule, codec
+
+
+def own_rule(file: Path, name: str) -> Callable[[Lockstep], Rule]:
+    """Return the class of a rule in a file. Raises SettingsError if it is missing or not a rule."""
+    if not file.is_file():
+        raise SettingsError(f"--rules {file}:{name}: there is no file {file}")
+    rule = runpy.run_path(str(file)).get(name)
+    if rule is None:
+        raise SettingsError(
+            f"--rules {file}:{name}: there is no rule {name!r} in {file}; name its class, as in {file}:NAME"
+        )
+    try:
+        inspect.signature(rule).bind(None)
+        is_rule = hasattr(rule, "after_step")
+    except (TypeError, ValueError):
+        is_rule = False
+    if not is_rule:
+        raise SettingsError(
+            f"--rules {file}:{name}: {name} is not a rule, which is a class that takes a Lockstep and has the method "
+            "after_step(step)"
+        )
+    return rule
+
+
+def run_named(named: str, material: Material, plan: Plan) -> Result:
+    """Run a rule that is named as in --rules. Raises SettingsError as `find_rule` does."""
+    spec, rule, codec = find_rule(named, material.spec)
     material = replace(material, spec=spec)
-    result = run_swarm(material, plan) if name == "noloco" else Lockstep(material, plan, rule, codec=codec).run()
+    result = run_swarm(material, plan) if rule == "noloco" else Lockstep(material, plan, rule, codec=codec).run()
     return replace(result, rule=named)
 
 
@@ -349,10 +381,17 @@ def main() -> None:
     try:
         if args.plot:
             plot.check(args.plot)
+        if args.replicas < 1:
+            raise SettingsError(f"--replicas must be at least 1, but it is {args.replicas}")
         links, churn = parse_links(args.link.split(",")), Churn(absent=args.absent)
         plan = Plan(args.replicas, args.seed, links=links, churn=churn, evaluations=PLOTTED if args.plot else 4)
-        material = Material.of(TrainerSpec.load(args.spec), {}, seed=args.seed)
-        results = [run_named(rule, material, plan) for rule in args.rules.split(",")]
+        spec, rules, results = TrainerSpec.load(args.spec), args.rules.split(","), list[Result]()
+        for rule in rules:  # a wrong name must not be found after hours
+            find_rule(rule, spec)
+        material = Material.of(spec, {}, seed=args.seed)
+        for rule in rules:
+            results.append(run_named(rule, material, plan))
+            print(results[-1], file=sys.stderr, flush=True)
     except NolocoError as error:
         parser.error(str(error))
     print("\n".join(table(results)))

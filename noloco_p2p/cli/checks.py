@@ -116,6 +116,7 @@ def check(
     from noloco_p2p.spec import TrainerSpec
 
     spec = TrainerSpec.load(file)
+    settings.check_names(spec)
     from noloco_p2p.data.check import check_data
     from noloco_p2p.data.stream import Corpus
     from noloco_p2p.trainer.model import build_tokenizer

@@ -113,11 +113,12 @@ def _train(
         Peer.join(target, settings, progress=Progress(_tell)) as peer,
     ):
         spec = TrainerSpec.of(peer.spec)
+        settings.check_names(spec)
         _say(f"peer {peer.peer_id} of run {spec.name} ({spec.digest()[:16]}), announcing {peer.address}")
         _say(f"training on {describe(here)} ({here})")
         if peer.metrics_address:
             _say(f"metrics at http://{peer.metrics_address}/metrics")
-        for warning in [*spec.warnings(), *_warnings(spec, settings)]:
+        for warning in [*spec.warnings(), *_warnings(settings)]:
             log.warning(warning)
         trainer = StageTrainer(peer, say=_tell) if spec.pipeline.stages > 1 else Trainer(peer, say=_tell, ranks=ranks)
         step = trainer.inner_step
@@ -205,19 +206,16 @@ def check_access(target: TrainerSpec | Ticket, settings: PeerSettings) -> None:
     from noloco_p2p.data.sources import check_bindings
     from noloco_p2p.trainer.cut import check_stages
 
+    settings.check_names(target)
     check_stages(target, settings)
     if target.pipeline.stages == 1 or settings.stage == 0:
         check_bindings(target.data, settings.data)
 
 
-def _warnings(spec: TrainerSpec, settings: PeerSettings) -> Iterator[str]:
+def _warnings(settings: PeerSettings) -> Iterator[str]:
     """Warn about settings of this machine that have no effect, and about a host that nobody may be able to resolve."""
-    from noloco_p2p.data.sources import unused_bindings
     from noloco_p2p.swarm.addresses import resolves
 
-    reads = ", ".join(part.source for part, _ in spec.data.parts())
-    for name in unused_bindings(spec.data, settings.data):
-        yield f"--data {name}=... is ignored, because the run reads only {reads}"
     host = settings.announced[0]
     if host and not resolves(host):
         yield f"--announce {host}: this machine cannot resolve this name, but other peers must resolve it to connect"

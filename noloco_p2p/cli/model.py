@@ -39,8 +39,10 @@ def evaluate(
         check_checkpoint_folder(folder)
     from noloco_p2p.trainer.compute import choose_device
     from noloco_p2p.trainer.evaluate import perplexity
+    from noloco_p2p.trainer.merge import spec_of
     from noloco_p2p.trainer.swarm_evaluation import evaluate_each
 
+    settings.check_names(spec_of(checkpoints[0]))
     found = evaluate_each(
         checkpoints,
         device=choose_device(settings.device),
@@ -102,7 +104,7 @@ def export(
     if sample and not merge:
         raise SettingsError("--sample requires --merge")
     from noloco_p2p.trainer.export import check_export_folder, claim_repo, push
-    from noloco_p2p.trainer.merge import from_checkpoint
+    from noloco_p2p.trainer.merge import from_checkpoint, spec_of
 
     check_export_folder(folder)
     if push_to_hub:
@@ -111,8 +113,9 @@ def export(
     if ticket:
         import uvloop
 
-        uvloop.run(_merge(ticket, folder, folders, adapters=adapters, sample=sample, progress=progress))
+        uvloop.run(_merge(ticket, folder, settings, adapters=adapters, sample=sample, progress=progress))
     else:
+        settings.check_names(spec_of(Path(source)))
         with progress.task("reading the checkpoint"):
             state = from_checkpoint(Path(source), folders=folders)
         _write(state, folder, folders, adapters=adapters, progress=progress)
@@ -124,11 +127,13 @@ def export(
 
 
 async def _merge(
-    ticket: Ticket, folder: Path, folders: dict[str, str], *, adapters: bool, sample: int | None, progress: Progress
+    ticket: Ticket, folder: Path, settings: PeerSettings, *, adapters: bool, sample: int | None, progress: Progress
 ) -> None:
     from noloco_p2p.trainer.merge import live_run
 
+    folders = settings.models
     async with live_run(ticket, progress=progress, folders=folders) as live:
+        settings.check_names(live.spec)
         _check_adapters(live.spec, adapters=adapters)
         if live.spec.pipeline.stages > 1:
             await _merge_stages(live, folder, sample=sample)
@@ -221,7 +226,7 @@ def fork(
 
     with new_start(settings.state_dir) as start:
         if isinstance(old, Ticket) and not checkpoint:
-            old, spec = uvloop.run(_take_live(old, start, values, settings.models))
+            old, spec = uvloop.run(_take_live(old, start, values, settings))
         else:
             old, spec = _take_kept(old, checkpoint, start, values, settings)
     new.write_text(render(spec.with_changes({"model.start": start.digest})), encoding="utf-8")
@@ -250,7 +255,7 @@ def _take_kept(
     """Fork from a checkpoint on this machine. Return the specs of the old and the new run."""
     from noloco_p2p.peer.run_folder import folder_of
     from noloco_p2p.spec import TrainerSpec
-    from noloco_p2p.trainer.merge import from_checkpoint
+    from noloco_p2p.trainer.merge import from_checkpoint, spec_of
 
     if checkpoint is None:
         assert isinstance(old, TrainerSpec), "with a ticket, the state comes from live peers"
@@ -260,6 +265,7 @@ def _take_kept(
                 f"this machine has no checkpoint of run {old.name} in {checkpoint}; "
                 "use the ticket of a live peer, another --state-dir or --checkpoint"
             )
+    settings.check_names(old if isinstance(old, TrainerSpec) else spec_of(checkpoint))
     state = from_checkpoint(checkpoint, folders=settings.models)
     old = old if isinstance(old, TrainerSpec) else state.spec
     spec = _forked(old, values, settings.models)
@@ -268,13 +274,14 @@ def _take_kept(
 
 
 async def _take_live(
-    ticket: Ticket, start: NewStart, values: dict[str, Any], folders: dict[str, str]
+    ticket: Ticket, start: NewStart, values: dict[str, Any], settings: PeerSettings
 ) -> tuple[TrainerSpec, TrainerSpec]:
     """Fork from live peers, with one stage in memory at a time. Return the specs of the old and the new run."""
     from noloco_p2p.trainer.merge import COMPARED, live_run, state_in_the_middle
 
-    async with live_run(ticket, progress=Progress(print), folders=folders) as live:
-        old, spec = live.spec, _forked(live.spec, values, folders)  # fail before anything is fetched
+    async with live_run(ticket, progress=Progress(print), folders=settings.models) as live:
+        settings.check_names(live.spec)
+        old, spec = live.spec, _forked(live.spec, values, settings.models)  # fail before anything is fetched
         live.check_stages()
         for stage in live.stages():
             state = await live.take(stage, sample=COMPARED, judge=state_in_the_middle)

@@ -61,6 +61,7 @@ def init(
         named = {"model.pretrained": pretrained, "data.tokenizer": pretrained}
         spec = spec.with_changes(named, origin="--pretrained")
     spec = spec.with_changes(parse_changes(changes), origin="--set")
+    settings.check_names(spec)
     if stages > 1:
         from noloco_p2p.trainer.stage_choice import StageNeeds  # imports torch, which takes seconds
 

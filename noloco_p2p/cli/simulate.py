@@ -79,6 +79,7 @@ def simulate(
     from noloco_p2p.trainer.compute import choose_device
 
     spec = TrainerSpec.load(file).with_changes(parse_changes(changes), origin="--set")
+    settings.check_names(spec)
     if steps:
         warmup = min(spec.train.warmup_steps, steps // 10)
         spec = spec.with_changes({"train.total_steps": steps, "train.warmup_steps": warmup}, origin="--steps")

@@ -72,12 +72,6 @@ def check_bindings(data: DataSpec, bindings: Mapping[str, str]) -> None:
             open_source(part, bindings)
 
 
-def unused_bindings(data: DataSpec, bindings: Mapping[str, str]) -> list[str]:
-    """Return the bound names that the run does not read."""
-    names = {part.source for part, _ in data.parts()}
-    return [name for name in bindings if name.removesuffix(".validation") not in names]
-
-
 def _bound_files(name: str, bindings: Mapping[str, str], *, is_needed: bool = True) -> list[Path]:
     """Return the files that a binding names, sorted by file name. Raises Unbound if there are none.
 

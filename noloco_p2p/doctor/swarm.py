@@ -224,6 +224,7 @@ def bound(spec: TrainerSpec, settings: PeerSettings) -> Iterator[Check]:
 
 def model(spec: TrainerSpec, settings: PeerSettings, *, download_bytes_per_s: float | None = None) -> list[Check]:
     """Check whether this machine meets the needs of a run, using only the run's spec."""
+    settings.check_names(spec)
     if spec.pipeline.stages > 1:
         return stages(spec, settings, download_bytes_per_s=download_bytes_per_s)
     try:

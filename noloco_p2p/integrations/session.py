@@ -28,8 +28,6 @@ class Host(Swarm, Protocol):
 
     def wait_while_paused(self) -> None: ...
 
-    def count_traffic(self) -> None: ...
-
 
 class InTrainer:
     """The part of a callback that all trainers share: a running `peer`, and the `NoLoCo` object of a training run.

@@ -110,6 +110,14 @@ class Swarm(Protocol):
     @property
     def leave_requested(self) -> threading.Event: ...
 
+    def count_traffic(self) -> None:
+        """Update what `metrics` says about swaps."""
+        ...
+
+    def restore_metrics(self, values: Mapping[str, Any]) -> None:
+        """Continue the metrics from those in a checkpoint."""
+        ...
+
 
 class NoLoCo:
     """The outer optimizer of one peer.
@@ -317,10 +325,12 @@ class NoLoCo:
         return swapped
 
     def _apply(self) -> list[Swapped]:
-        if not self._exchange.has_diverged:
-            return self._mixing.apply()
-        self._recover()
-        return []
+        if self._exchange.has_diverged:
+            self._recover()
+            return []
+        if swapped := self._mixing.apply():
+            self._peer.count_traffic()
+        return swapped
 
     def _look_around(self, now_s: float) -> None:
         """Check everything that need not be checked after each inner step."""
@@ -478,12 +488,14 @@ class NoLoCo:
     def _position(self) -> dict[str, Any]:
         """Return this peer's position in the run as JSON values."""
         layout = self.weights.parameters.model_layout
+        self._peer.count_traffic()
         return {
             "progress": self.progress,
             "steps": self._mixing.steps,
             "num_steps": self.num_steps,
             "layout": layout.digest(),
             "tensors": layout.as_json().decode(),
+            "metrics": self._peer.metrics.as_dict(),
         }
 
     def _meta(self) -> dict[str, Any]:
@@ -603,6 +615,7 @@ class NoLoCo:
 
     def _go_on_from(self, position: Mapping[str, Any]) -> None:
         self._place = position
+        self._peer.restore_metrics(position.get("metrics", {}))
         self._peer.metrics.step = position["num_steps"]
 
     def _serve(self, folder: Path, position: dict[str, Any]) -> None:

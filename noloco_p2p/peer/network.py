@@ -139,7 +139,7 @@ class Status:
         self.waits_for_stages: Sequence[int] = ()
         self.started_at_s = self.since_s = time.monotonic()
         self._metrics = metrics
-        self._before: dict[str, int] = {}  # what was counted before a restart
+        self._before: dict[str, float] = {}  # what was counted before a restart
         # The time in the state "training" until the last change, and when that was; it stops while the machine sleeps.
         self._trained: tuple[float, float | None] = 0.0, None
 
@@ -167,15 +167,12 @@ class Status:
             setattr(self._metrics, name, self._before.get(name, 0) + number)
         self._metrics.swaps_per_min, self._metrics.link_use = link.last_minute(time.monotonic())
         self._metrics.swap_s = link.usual_s("")
-        self._metrics.trained_s = self._trained_s()
+        self._metrics.trained_s = self._before.get("trained_s", 0.0) + self._trained_s()
 
-    def restore(self, values: dict[str, Any]) -> None:
-        """Continue the counters from the values in a checkpoint. Unknown names are ignored."""
-        for name in Metrics.__dataclass_fields__.keys() & values.keys():
-            setattr(self._metrics, name, values[name])
-        self._before = {name: getattr(self._metrics, name) for name in _counted(Counts(), 0)}
-        trained_s, since_s = self._trained
-        self._trained = trained_s + (self._metrics.trained_s or 0.0), since_s
+    def restore(self, values: Mapping[str, Any]) -> None:
+        """Continue the metrics from the values in a checkpoint."""
+        for name, added in self._metrics.restore(values).items():
+            self._before[name] = self._before.get(name, 0) + added
 
 
 def _counted(counts: Counts, relayed_bytes: int) -> dict[str, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,12 +37,12 @@ MAX_NAMED = 200  # peers, so that the status stays within a line of the control 
 def resolve(target: Spec | Ticket | Path | str | None) -> Spec | Ticket:
     """Return the spec or the ticket that `target` names.
 
-    Raises SpecError or TicketError if it is invalid, and SettingsError if it is None.
+    Raises SpecError or TicketError if it is invalid, and SettingsError if it is None or "".
     """
     if isinstance(target, Spec | Ticket):
         return target
-    if target is None:  # for example, if a script passes on an optional argument
-        raise SettingsError("Peer.join needs a spec, the path of a spec file, or a ticket; it got None")
+    if target is None or target == "":  # for example, if a script passes on an optional argument
+        raise SettingsError(f"Peer.join needs a spec, the path of a spec file, or a ticket; it got {target!r}")
     return (find(target) if isinstance(target, str) else None) or Spec.load(target)
 
 
@@ -254,8 +254,8 @@ class Peer:
         """Update the counters of bytes, chunks and time in `metrics`."""
         self._network.count()
 
-    def restore_metrics(self, values: dict[str, Any]) -> None:
-        """Continue the counters from the values in a checkpoint. Unknown names are ignored."""
+    def restore_metrics(self, values: Mapping[str, Any]) -> None:
+        """Continue the metrics from the values in a checkpoint. No counter decreases, and unknown names are ignored."""
         self._network.status.restore(values)
 
     # what `noloco status`, `leave`, `pause` and `resume` ask for

@@ -224,6 +224,21 @@ class Metrics:
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    def restore(self, values: Mapping[str, Any]) -> dict[str, float]:
+        """Continue from the values in a checkpoint, and return what this adds to the counters.
+
+        A counter never decreases, as the checkpoint may be older than this peer. Unknown names are ignored.
+        """
+        added: dict[str, float] = {}
+        for name in METRICS.keys() & values.keys():
+            if (value := values[name]) is None:
+                continue
+            if METRICS[name].kind == "counter":
+                now = getattr(self, name) or 0
+                added[name], value = max(0, value - now), max(now, value)
+            setattr(self, name, value)
+        return added
+
     def __setattr__(self, name: str, value: object) -> None:
         object.__setattr__(self, name, _checked(name, value))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -181,6 +181,9 @@ class MemoryPeer:
 
     def count_traffic(self) -> None:
         """Do nothing, because peers in memory publish no counters."""
+
+    def restore_metrics(self, values: Mapping[str, Any]) -> None:
+        self.metrics.restore(values)
 
     # what the outer step needs
 

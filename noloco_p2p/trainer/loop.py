@@ -120,7 +120,6 @@ class TrainerBase:
         if checkpoint := self.outer.resumed:
             if self.batches and checkpoint.meta["data"]:
                 self.batches.load_state_dict(checkpoint.meta["data"])
-            self.peer.restore_metrics(checkpoint.meta["metrics"])
             self.say(f"resumed from step {self.peer.metrics.step} ({checkpoint.path})")
 
     # data
@@ -273,7 +272,6 @@ class TrainerBase:
             "spec": self.spec.model_dump(mode="json"),
             "peer_id": self.peer.peer_id,
             "data": self.batches.state_dict() if self.batches else None,
-            "metrics": self.peer.metrics.as_dict(),
         }
 
 

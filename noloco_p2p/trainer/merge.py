@@ -82,9 +82,7 @@ def from_checkpoint(folder: Path, *, stage: int | None = None, folders: Mapping[
     it holds a stage although a whole model is wanted.
     """
     checkpoint = _newest(folder, stage)
-    if "spec" not in checkpoint.meta:
-        raise CheckpointError(f"{checkpoint.path} does not name its run; it was not written by `noloco join`")
-    spec = TrainerSpec.from_dict(checkpoint.meta["spec"], origin=str(checkpoint.path))
+    spec = _spec_in(checkpoint)
     if stage is None and spec.pipeline.stages > 1:
         raise CheckpointError(
             f"{checkpoint.path} contains only one of the {spec.pipeline.stages} stages of the run {spec.name}, "
@@ -100,6 +98,17 @@ def from_checkpoint(folder: Path, *, stage: int | None = None, folders: Mapping[
     except CheckpointError as error:
         raise CheckpointError(f"{checkpoint.path}: {error}") from None
     return TakenState(spec, model, tensors[WEIGHTS])
+
+
+def spec_of(folder: Path) -> TrainerSpec:
+    """Return the spec of a checkpoint, named as for `from_checkpoint`. Raises CheckpointError as it does."""
+    return _spec_in(_newest(folder, None))
+
+
+def _spec_in(checkpoint: Checkpoint) -> TrainerSpec:
+    if "spec" not in checkpoint.meta:
+        raise CheckpointError(f"{checkpoint.path} does not name its run; it was not written by `noloco join`")
+    return TrainerSpec.from_dict(checkpoint.meta["spec"], origin=str(checkpoint.path))
 
 
 def _newest(folder: Path, stage: int | None) -> Checkpoint:

@@ -127,7 +127,7 @@ def test_the_swarm_outlives_its_first_peer(swarm: Swarm, tmp_path: Path) -> None
         assert left_s < max(10.0 + SLACK_S, start_s), "finished or abandoned its swap, and wrote a checkpoint"
         newest = Checkpoints(c.folder / "runs" / SPEC.run_id / "checkpoints").newest()
         assert newest is not None
-        assert newest.meta["metrics"]["step"] == c.events("stopped")[-1]["step"]
+        assert newest.meta["outer"]["metrics"]["step"] == c.events("stopped")[-1]["step"]
         newcomer.send(signal.SIGSTOP)  # so that both signals arrive before it can leave
         newcomer.send(signal.SIGINT)
         newcomer.send(signal.SIGTERM)

@@ -6,6 +6,7 @@ import pytest
 
 from noloco_p2p.errors import SettingsError
 from noloco_p2p.settings import GROUPS, PeerSettings, parse_hours, parse_rate, split_address
+from noloco_p2p.spec import TrainerSpec
 
 BOOTSTRAP = "/ip4/203.0.113.5/tcp/4001/p2p/12D3KooWK2gwFiFWxgNtk5RYUnaMSwBrBdWiVZaRwxqCoXQBHSA7"
 
@@ -140,3 +141,16 @@ def test_a_variable_that_is_no_setting_is_told(
     monkeypatch.setenv(variable, "cpu")
     PeerSettings.load()
     assert [record.message.partition("setting: ")[2] for record in caplog.records] == [said] * bool(said)
+
+
+def test_names_on_the_command_line_that_the_spec_does_not_use_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = TrainerSpec.from_dict({"name": "r", "data": {"source": "chats"}}, origin="run.toml")
+    monkeypatch.setenv("NOLOCO_DATA", "other=/x")
+    PeerSettings.load().check_names(spec)  # it may be for another run
+    PeerSettings.load({"data": ["chats=/x", "chats.validation=/y"]}).check_names(spec)
+    with pytest.raises(SettingsError, match="the spec names no data set 'c4'; it reads 'chats'"):
+        PeerSettings.load({"data": ["chats=/x", "c4=/y"]}).check_names(spec)
+    with pytest.raises(SettingsError, match="the spec names no model 'm'; it uses none"):
+        PeerSettings.load({"models": ["m=/x"]}).check_names(spec)
+    adapted = spec.with_changes({"model.pretrained": "m", "data.tokenizer": "t"})
+    PeerSettings.load({"models": ["m=/x", "t=/y"]}).check_names(adapted)

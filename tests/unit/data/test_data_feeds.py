@@ -19,7 +19,6 @@ from transformers import ByT5Tokenizer
 from noloco_p2p.data.documents import Document, Piece, Unavailable
 from noloco_p2p.data.prefetch import Prefetcher
 from noloco_p2p.data.reader import MAX_FAILURES, Reader, Source
-from noloco_p2p.data.sources import unused_bindings
 from noloco_p2p.data.stream import Corpus, TokenStream, validation_batches
 from noloco_p2p.errors import DataError, SpecError
 from noloco_p2p.spec import DataSpec, MixSpec, TrainerSpec
@@ -85,10 +84,6 @@ def test_a_mixture_is_named_as_such_and_has_no_mixture_within() -> None:
     assert "data.source must be 'mix'" in refused(source="mix")
     assert "'mix' is not allowed here" in refused(source="mix", mix=[{"source": "mix"}])
     assert "data.mix.0.weight" in refused(source="mix", mix=[{"source": "a", "weight": 0}])
-
-
-def test_bindings_of_no_use_are_known() -> None:
-    assert unused_bindings(MIX, {"a": "x", "b.validation": "y", "d": "z", "d.validation": "z"}) == ["d", "d.validation"]
 
 
 # a network that fails, and a restart

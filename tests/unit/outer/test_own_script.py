@@ -44,6 +44,7 @@ def test_a_restarted_peer_resumes_from_its_last_checkpoint(tmp_path: Path) -> No
         train(model, outer, num_steps=1)  # which writes the first checkpoint
         outer._saver.wait()  # as there is one writer
         train(model, outer, num_steps=3)
+        outer._peer.metrics.swaps, outer._peer.metrics.tokens = 7, 900
         outer.save()
         train(model, outer, num_steps=1)
     with MemorySwarm(SPEC) as swarm:
@@ -51,6 +52,7 @@ def test_a_restarted_peer_resumes_from_its_last_checkpoint(tmp_path: Path) -> No
         again = NoLoCo(other, None, peer)
         assert again.resumed is not None
         assert (again.num_steps, again.progress, again.entered) == (4, pytest.approx(0.04), False)
+        assert (peer.metrics.swaps, peer.metrics.tokens) == (7, 900)
         assert peer.states.saved is not None  # newcomers can fetch it at once
         assert peer.states.saved.manifest.progress == again.progress
     torch.testing.assert_close(other.weight, model.weight - 0.5)

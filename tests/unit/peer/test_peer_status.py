@@ -57,10 +57,25 @@ def test_only_the_time_of_training_counts(monkeypatch: pytest.MonkeyPatch) -> No
     assert trained_after(60) == 7
     status.change("training")
     assert trained_after(1) == 8
+    metrics = Metrics()
     again = Status(metrics)
     again.restore({"trained_s": 8.0})
     again.count(Counts(), Link(), relayed_bytes=0)
     assert metrics.trained_s == 8
+
+
+def test_no_counter_decreases_when_the_checkpoint_is_of_this_process() -> None:
+    counts, metrics = Counts(swaps=3), Metrics()
+    status = Status(metrics)
+    status.count(counts, Link(), relayed_bytes=0)
+    metrics.tokens, metrics.loss, saved = 700, 2.0, metrics.as_dict()
+    counts.swaps = 5
+    status.count(counts, Link(), relayed_bytes=0)
+    metrics.tokens, metrics.loss = 900, 1.0
+    for values in (saved, Metrics().as_dict()):
+        status.restore(values)
+        status.count(counts, Link(), relayed_bytes=0)
+        assert (metrics.swaps, metrics.tokens) == (5, 900)
 
 
 class Directory:

@@ -31,9 +31,10 @@ def test_the_ports_of_a_running_peer_are_known_from_its_folder(tmp_path: Path) -
     assert remembered_ports(tmp_path) == {"grpc": 41001, "libp2p": 41002}
 
 
-def test_a_missing_target_is_named() -> None:
-    with pytest.raises(SettingsError, match="a spec, the path of a spec file, or a ticket"):
-        resolve(None)
+@pytest.mark.parametrize("target", [None, ""])
+def test_a_missing_target_is_named(target: str | None) -> None:
+    with pytest.raises(SettingsError, match=f"a spec, the path of a spec file, or a ticket; it got {target!r}"):
+        resolve(target)
 
 
 def test_an_edited_spec_is_told_with_what_was_changed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -14,7 +14,6 @@ from rules import OUTER_STEPS, RULES, DiLoCo, Lockstep, Ring, codec_of, main, ru
 from torch import Tensor
 
 from noloco_p2p.codec import get_codec
-from noloco_p2p.errors import SettingsError
 from noloco_p2p.presets import PRESETS, render
 from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.plan import ABSENT_STEPS, Churn, Plan, peer_name
@@ -235,9 +234,33 @@ def test_rules_codecs_and_a_plot(
     [
         ("adam", "there is no rule 'adam'; choose from noloco, diloco, "),
         ("diloco:modulo", "there is no codec 'modulo' for many replicas; choose one of fp32, bf16, int8, int4"),
-        ("absent.py:Mine", "absent.py:Mine: there is no rule 'Mine' in absent.py"),
+        ("absent.py:Mine", "absent.py:Mine: there is no file absent.py"),
+        ("mine.py:", "there is no rule '' in mine.py; name its class, as in mine.py:NAME"),
+        ("mine.py:Other", "there is no rule 'Other' in mine.py"),
+        ("mine.py:NoLab", "NoLab is not a rule, which is a class that takes a Lockstep"),
+        ("mine.py:NoStep", "NoStep is not a rule"),
+        ("mine.py:Mine:int5", "there is no codec 'int5'"),
     ],
 )
-def test_a_wrong_rule_or_codec_is_refused(rule: str, words: str, material: Material) -> None:
-    with pytest.raises(SettingsError, match=re.escape(words)):
-        run_named(rule, material, Plan(2))
+def test_a_wrong_rule_or_codec_is_refused_before_the_first_run(
+    rule: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(
+        "class NoLab:\n    def after_step(self, step): ...\n"
+        "class NoStep:\n    def __init__(self, lab): ...\n"
+        "class Mine(NoLab):\n    def __init__(self, lab): ...\n"
+    )
+    Path("run.toml").write_text(render(SPEC))
+    monkeypatch.setattr("rules.run_named", lambda *arguments: pytest.fail("a rule ran"))
+    monkeypatch.setattr("sys.argv", ["rules.py", "run.toml", "--rules", f"local,{rule}"])
+    with pytest.raises(SystemExit):
+        main()
+    assert words in capsys.readouterr().err
+
+
+def test_no_replicas_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["rules.py", "run.toml", "--replicas", "0"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "--replicas must be at least 1" in capsys.readouterr().err

@@ -65,7 +65,8 @@ def test_the_losses_after_a_stop_are_those_without_it(
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     assert [event["step"] for event in events(tmp_path / "whole", "evaluated")] == [1, 4, 8, 11]
     step_tokens = SPEC.train.batch_size * SPEC.data.sequence_length
-    assert last.meta["metrics"]["tokens"] == whole.meta["metrics"]["tokens"] == NUM_STEPS * step_tokens
+    for each in (last, whole):
+        assert each.meta["outer"]["metrics"]["tokens"] == NUM_STEPS * step_tokens
 
 
 def test_training_begins_before_the_held_out_data_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
