@@ -62,7 +62,11 @@ class Case:
 
     @property
     def name(self) -> str:
-        who = f"{self.num_liars} of {self.num_honest + self.num_liars}, {self.attack}" if self.attack else "honest"
+        who = (
+            f"{self.num_liars} of {self.num_honest + self.num_liars}, {self.attack}"
+            if self.attack
+            else f"{self.num_honest} honest"
+        )
         return ", ".join(filter(None, [who, "own texts" * self.has_own_texts, self.limits]))
 
 

@@ -28,6 +28,7 @@ from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 SERVICE = "noloco_p2p.wire.v1.Peer"
 REFUSE_KEY = "noloco-refuse-bin"
 MEMBERSHIP_KEY = "noloco-membership-bin"
+LIFTS_BAN = "`noloco ban PEER --lift` lifts the ban"
 
 
 def nobody_is_banned(peer_id: str) -> str:
@@ -37,7 +38,7 @@ def nobody_is_banned(peer_id: str) -> str:
 def own_ban(peer: str, why: str) -> Refused:
     """Return why this peer calls no peer that it has banned. The code BANNED means that the other one did it."""
     refused = Refused(f"it is {why}", peer=peer, retry_after_s=60.0)
-    refused.advice = ("`noloco ban PEER --lift` lifts the ban",) * 2
+    refused.advice = (LIFTS_BAN, LIFTS_BAN)
     return refused
 
 

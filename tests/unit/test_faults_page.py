@@ -14,7 +14,7 @@ HEADS = {"| fault | what a peer does | test |", "| attack | what a peer does | t
 HEADS |= {"| fault or attack | what a peer does | test |", "|---|---|---|"}
 ROWS = [[cell.strip() for cell in line.split("|")[1:-1]] for line in TABLE_LINES if line not in HEADS]
 TESTS = {path.stem for path in ROOT.joinpath("tests").rglob("test_*.py")}
-SCRIPTS = {path.name for path in ROOT.joinpath("benchmarks").glob("*.py")}
+SCRIPTS = {path.name for path in ROOT.joinpath("benchmarks").rglob("*.py")}
 
 
 def test_the_page_names_tests_that_exist() -> None:

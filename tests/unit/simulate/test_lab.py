@@ -189,7 +189,7 @@ def test_the_ladder_skips_what_is_done_and_transfers_what_the_tuning_found(
 
 def test_sizes_have_the_parameters_of_their_names() -> None:
     for cell in ladder.tuning():
-        spec = ladder._spec(cell, 1).model
+        spec = ladder.ladder_spec(cell, 1).model
         assert spec.num_parameters() == ladder.SIZES[cell.size].num_parameters
     found = [f"{size.num_parameters / 1e6:.1g}M" for name, size in ladder.SIZES.items() if size.hidden < 384]
     assert found == ["0.1M", "0.3M", "1M", "3M"]
