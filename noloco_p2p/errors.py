@@ -104,7 +104,7 @@ class TimedOut(PeerError):
 class Refused(PeerError):
     """The peer refused a request. `code` is meant for programs, and the message for people."""
 
-    advice = ("use the same ticket and the same version of noloco_p2p everywhere",) * 2
+    advice: tuple[str, str] = ("use the same ticket and the same version of noloco_p2p everywhere",) * 2
 
     def __init__(self, message: str, *, peer: str = "", code: str = "", retry_after_s: float = 0.0) -> None:
         super().__init__(message, peer=peer)
