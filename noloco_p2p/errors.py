@@ -101,17 +101,21 @@ class TimedOut(PeerError):
     advice = "no action is needed", "check this machine's uplink and load"
 
 
+SAME_EVERYWHERE = "use the same ticket and the same version of noloco_p2p everywhere"
+ASK_ITS_OWNER = "ask the owner of that peer"
+
+
 class Refused(PeerError):
     """The peer refused a request. `code` is meant for programs, and the message for people."""
 
-    advice: tuple[str, str] = ("use the same ticket and the same version of noloco_p2p everywhere",) * 2
+    advice: tuple[str, str] = SAME_EVERYWHERE, SAME_EVERYWHERE
 
     def __init__(self, message: str, *, peer: str = "", code: str = "", retry_after_s: float = 0.0) -> None:
         super().__init__(message, peer=peer)
         self.code = code
         self.retry_after_s = retry_after_s
         if code == "BANNED":
-            self.advice = ("ask the owner of that peer",) * 2
+            self.advice = ASK_ITS_OWNER, ASK_ITS_OWNER
 
 
 class CorruptPayload(PeerError):
