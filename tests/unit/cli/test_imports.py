@@ -51,6 +51,6 @@ def test_what_cannot_work_is_told_before_anything_heavy_is_loaded(tmp_path: Path
     spec.write_text('name = "x"\n[outer]\nalfa = 1\n')
     assert loaded_by(*join) == (3, []), "a mistyped spec"
     spec.write_text('name = "x"\n[data]\nsource = "mine"\n')
-    assert loaded_by(*join) == (1, ["numpy"]), "data that was not bound"
+    assert loaded_by(*join) == (3, ["numpy"]), "data that was not bound"
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert loaded_by(*join, "--listen", f"127.0.0.1:{taken.getsockname()[1]}") == (3, []), "a taken port"
