@@ -131,11 +131,9 @@ class StateServer:
         """Return the saved state if it is recent. Otherwise, ask training to save one."""
         saved, now_s = self._any(), self._clock()
         position, progress = self._position(), saved.manifest.progress
-        is_old = self.spec and position - progress > self.spec.furthest / 2
-        is_young = (
-            progress < position / 2
-        )  # early in a run, a few steps change the loss by more than `Admission` allows
-        if not (is_old or is_young):
+        # Early in a run, a few steps change the loss by more than newcomers accept.
+        is_old = self.spec and (position - progress > self.spec.furthest / 2 or progress < position / 2)
+        if not is_old:
             return saved
         self._want_newer()
         if now_s - self._asked_at_s > SAVING_S:

@@ -56,13 +56,18 @@ def test_a_machine_without_systemd_is_told_before_anything_is_written(
     assert not (tmp_path / "state").exists()
 
 
+def put_systemctl(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """Let the shell script be the only program on the path."""
+    program = folder / "systemctl"
+    program.write_text(f"#!/bin/sh\n{script}")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder))
+
+
 def test_a_systemd_that_hangs_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    hanging = tmp_path / "systemctl"
-    hanging.write_text("#!/bin/sh\nexec /bin/sleep 600\n")
-    hanging.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
+    put_systemctl(tmp_path, monkeypatch, "exec /bin/sleep 600\n")
     monkeypatch.setattr(service, "ANSWER_S", 0.1)
     assert run(["service", TICKET, "--state-dir", str(tmp_path / "state")]) == 1
     assert "did not end within" in capsys.readouterr().err
@@ -71,9 +76,6 @@ def test_a_systemd_that_hangs_is_given_up(
 def test_a_user_without_a_session_gets_advice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    failing = tmp_path / "systemctl"
-    failing.write_text("#!/bin/sh\necho 'Failed to connect to bus: No medium found' >&2\nexit 1\n")
-    failing.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
+    put_systemctl(tmp_path, monkeypatch, "echo 'Failed to connect to bus: No medium found' >&2\nexit 1\n")
     assert run(["service", TICKET, "--state-dir", str(tmp_path / "state")]) == 1
     assert "No medium found; without a session of this user" in capsys.readouterr().err
