@@ -27,10 +27,10 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from attacks import NO_LIMITS, own_texts
+from attacks import ADAPTIVE, NO_LIMITS, OPEN, own_texts
 from corpus import CACHE, make
 from harness.hostile import Attack, Lies, propose_nothing
-from ladder import CLAIMED, SIZES, STEP_S, Cell, ladder_spec
+from ladder import CLAIMED, SIZES, STEP_S, Cell, ladder_spec, read
 from swarm import LabReplica, Swarm
 from torch import Tensor
 
@@ -45,8 +45,6 @@ from noloco_p2p.testing.links import IDEAL
 OUT = Path(__file__).resolve().parents[1] / "results" / "liars.jsonl"
 CELL, PART = Cell("0.1M", "muon", "ours", "100", 0, 0.016), 0.5  # of the steps
 SEEDS = (0, 1)
-ADAPTIVE = (Attack.BACK, Attack.UPHILL, Attack.DRIFT)
-OPEN = "open"
 TRIALS = {OPEN: NO_LIMITS, "RADIUS 1.25": {"RADIUS": 1.25}, "PULL 0.5": {"PULL": 0.5}}
 ATTACKS = (Attack.CONSTANT, Attack.NOISE, *ADAPTIVE, Attack.FLIPPED, Attack.ECHO)
 
@@ -62,11 +60,8 @@ class Case:
 
     @property
     def name(self) -> str:
-        who = (
-            f"{self.num_liars} of {self.num_honest + self.num_liars}, {self.attack}"
-            if self.attack
-            else f"{self.num_honest} honest"
-        )
+        num = self.num_honest + self.num_liars
+        who = f"{self.num_liars} of {num}, {self.attack}" if self.attack else f"{num} honest"
         return ", ".join(filter(None, [who, "own texts" * self.has_own_texts, self.limits]))
 
 
@@ -112,10 +107,10 @@ class HostileSwarm(Swarm):
         honest, own = victim.weights.read(*bounds), liar.weights.read(*bounds)
         lie = self._lies[liar.name].tell(victim.name, own, honest, *bounds)
 
-        def read(start: int, stop: int) -> Tensor:
+        def read_lie(start: int, stop: int) -> Tensor:
             return lie
 
-        with patch.object(liar.weights, "read", read), patch.object(liar.coder, "propose", propose_nothing):
+        with patch.object(liar.weights, "read", read_lie), patch.object(liar.coder, "propose", propose_nothing):
             return super()._coded(one, other, part)
 
     def _close(self) -> None:
@@ -184,10 +179,6 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def case_of(row: dict[str, Any]) -> Case:
     return Case(**{name: row[name] for name in Case.__dataclass_fields__})
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def main() -> None:
