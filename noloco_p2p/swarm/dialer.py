@@ -200,9 +200,10 @@ class Dialer:
     ) -> dict[str, tuple[str, ...]]:
         """Return, by peer id, the addresses of at most DIALLED_AT_ONCE peers that must be dialled now.
 
-        Missing bootstraps come first. The missing peers in `remembered` follow, in the order of `remembered`. A peer in
-        `neighbours` does not count as missing. If there are many neighbours, a peer in `heard_of` does not count as
-        missing either, because its records still arrive.
+        Those that have been due for longest come first, so that each has its turn. Among those that have not been
+        dialled, the bootstraps come first, and the others follow in the order of `remembered`. A peer in `neighbours`
+        does not count as missing. If there are many neighbours, a peer in `heard_of` does not count as missing either,
+        because its records still arrive.
         """
         near = {*neighbours, self._node.peer_id}
         reachable = {*self._bootstraps, *remembered} - near
@@ -213,9 +214,10 @@ class Dialer:
         self._lost = frozenset(missing[:LOST_PEERS])
         targets = [peer for peer in self._bootstraps if peer not in near]
         targets += missing[:LOST_PEERS] if has_enough else missing
-        due = [peer for peer in targets if self._next_at_s(peer) <= now_s][:DIALLED_AT_ONCE]
+        due = sorted((peer for peer in targets if self._next_at_s(peer) <= now_s), key=self._next_at_s)
         return {
-            peer: tuple(dict.fromkeys((*self._bootstraps.get(peer, ()), *remembered.get(peer, ())))) for peer in due
+            peer: tuple(dict.fromkeys((*self._bootstraps.get(peer, ()), *remembered.get(peer, ()))))
+            for peer in due[:DIALLED_AT_ONCE]
         }
 
     def reached(self, peer_id: str, *, now_s: float) -> None:

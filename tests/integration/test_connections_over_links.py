@@ -35,7 +35,7 @@ from noloco_p2p.gossip.frames import (
 from noloco_p2p.gossip.seams import Candidate, Deadlines, FrameStream
 from noloco_p2p.gossip.units import Slice
 from noloco_p2p.net import client, convert, options
-from noloco_p2p.net.client import CONNECTION_METHOD, FAR_CONNECTIONS, FAR_S, SWAP_METHOD
+from noloco_p2p.net.client import CONNECTION_METHOD, FAR_CONNECTIONS, SWAP_METHOD
 from noloco_p2p.net.connection import SERVICE, Connector
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.swap_stream import LEAVE, MAX_CONNECTIONS
@@ -128,7 +128,7 @@ def test_what_comes_over_many_connections_is_what_was_sent() -> None:
 
 
 def test_a_swap_with_a_close_partner_takes_one_connection() -> None:
-    with bench(mbit_s=1000, own_rates=True, far_s=FAR_S) as there:
+    with bench(mbit_s=1000, own_rates=True, far_s=PATIENCE_S) as there:
         there.swap(300_000)
         assert there.link.num_connections == 1
 

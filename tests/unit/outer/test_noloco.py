@@ -427,7 +427,7 @@ def test_the_defaults_of_a_script_for_new_tensors_change_nothing(tmp_path: Path,
             replica.outer.close()
             replica.outer.save()
 
-    spec = make_spec(codec=codec, outer=published(inner_steps=5, wait=False))
+    spec = make_spec(codec=codec, outer=published(inner_steps=5, wait=True, max_wait_s=PATIENCE_S))
     with MemorySwarm(spec) as swarm:
         with torch.device("meta"):
             replicas = [Replica(swarm, name, tmp_path) for name in ("a", "b")]

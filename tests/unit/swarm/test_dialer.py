@@ -40,6 +40,15 @@ def test_the_missing_are_due_bootstraps_first() -> None:
     assert len(plan().due({f"old{n}": ("/old/1",) for n in range(20)}, [], now_s=0)) == DIALLED_AT_ONCE
 
 
+def test_those_that_always_fail_leave_room_for_the_others() -> None:
+    dialing, book, dialled = plan(), {f"old{n}": ("/old/1",) for n in range(3 * DIALLED_AT_ONCE)}, set[str]()
+    for now_s in (0.0, 100.0, 200.0, 300.0):
+        for peer in dialing.due(book, [], now_s=now_s):
+            dialing.failed(peer, "refused", now_s=now_s)
+            dialled.add(peer)
+    assert dialled == {"boot", *book}
+
+
 def test_what_is_remembered_of_a_bootstrap_is_tried_too() -> None:
     assert plan().due({"boot": ("/boot/2", "/boot/1")}, [], now_s=0) == {"boot": ("/boot/1", "/boot/2")}
 
