@@ -16,7 +16,18 @@ from noloco_p2p.cli.options import Json, parse_duration, print_json, takes_setti
 from noloco_p2p.control import ask, is_held
 from noloco_p2p.peer_name import find, named
 from noloco_p2p.settings import PeerSettings
-from noloco_p2p.telemetry.console import ALONE, count, counted, duration, given, loss, mib, numbered_stages, percent
+from noloco_p2p.telemetry.console import (
+    ALONE,
+    count,
+    counted,
+    duration,
+    given,
+    loss,
+    mib,
+    numbered_stages,
+    percent,
+    validation,
+)
 from noloco_p2p.telemetry.metrics import FAILED
 from noloco_p2p.telemetry.progress import line as progress_line
 
@@ -88,7 +99,7 @@ def status_lines(reply: dict[str, Any]) -> list[str]:
         + partner
         + (f"; failed: {failed}" if failed else "")
         + ("" if is_alone else _mixing(reply)),
-        "training": f"loss {loss(reply['loss'])}, validation {loss(reply['validation_loss'])}, "
+        "training": f"loss {loss(reply['loss'])}, validation {validation(reply)}, "
         f"{count(reply['tokens_per_s'])} tokens/s",
         "given": given(reply) + (" (time and tokens are hidden from other peers)" if is_hidden else ""),
         "traffic": f"{mib(reply['bytes_sent'])} out, {mib(reply['bytes_received'])} in",

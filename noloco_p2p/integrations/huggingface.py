@@ -79,7 +79,8 @@ class NoLoCoCallback(InTrainer, TrainerCallback):
         """Add the NoLoCo metrics to the Trainer's history, and to the logs that later callbacks get."""
         logs, metrics = kwargs["logs"], self.peer.metrics
         metrics.loss = logs.get("loss", metrics.loss)
-        metrics.validation_loss = logs.get("eval_loss", metrics.validation_loss)
+        if "eval_loss" in logs:
+            metrics.evaluated(logs["eval_loss"])
         if "loss" in logs:
             logs.update(logged_values(metrics))
             state.log_history[-1].update(logged_values(metrics))

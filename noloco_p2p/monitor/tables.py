@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from noloco_p2p.errors import SettingsError
 from noloco_p2p.monitor.watcher import Health
-from noloco_p2p.telemetry.console import aligned, cells, count, duration, loss, mib, percent
+from noloco_p2p.telemetry.console import aligned, cells, count, duration, loss, mib, percent, validation
 from noloco_p2p.telemetry.metrics import FAILED, IN_COLUMNS, METRICS
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ FORMATS: dict[str, Callable[[Any], str]] = {  # by unit
     "swaps/min": _number,
     "steps": _number,
 }
+TEXTS: dict[str, Callable[[Row], str]] = {"validation_loss": validation}  # of a metric that is shown with another
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,7 @@ COLUMNS = (
             about.shown.column,
             about.shown.rank,
             name,
+            text=TEXTS.get(name),
             format=FORMATS.get(about.unit, str),
         )
         for name, about in ((name, METRICS[name]) for name in IN_COLUMNS)

@@ -136,6 +136,12 @@ def loss(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
+def validation(metrics: Mapping[str, Any]) -> str:
+    """Format the validation loss, with the position in the schedule at which it was measured: `2.410 at 36 %`."""
+    at = metrics["validation_progress"]
+    return loss(metrics["validation_loss"]) + ("" if at is None else f" at {percent(at)}")
+
+
 def report_line(metrics: Metrics, *, num_live: int) -> str:
     """Format a report: `step 1,234 | 12.3 % | loss 3.214 | 1.2k tokens/s | (swaps) | 7 peers`.
 

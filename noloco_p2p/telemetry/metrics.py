@@ -150,6 +150,9 @@ class Metrics:
         Shown(key="val", column="val", rank=9),
         default=None,
     )
+    validation_progress: float | None = _gauge(
+        "fraction", "position in the schedule at the last evaluation", Shown(key="vp", digits=3), default=None
+    )
     tokens_per_s: float = _gauge(
         "tokens/s",
         "training throughput in tokens per second over the steps that the loss covers (with stages: over the last "
@@ -220,6 +223,10 @@ class Metrics:
     def failed(self) -> dict[str, int]:
         """The number of failed swaps by kind."""
         return {name.removeprefix("failed_"): getattr(self, name) for name in FAILED}
+
+    def evaluated(self, loss: float | None) -> None:
+        """Set the validation loss, measured at the current position in the schedule. None forgets the last one."""
+        self.validation_loss, self.validation_progress = loss, None if loss is None else self.progress
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

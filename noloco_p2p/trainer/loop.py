@@ -187,7 +187,7 @@ class TrainerBase:
 
     def _evaluated(self, loss: float) -> None:
         metrics = self.peer.metrics
-        metrics.validation_loss = loss
+        metrics.evaluated(loss)
         self.trackers.log(metrics.as_dict())
         self.events.write("evaluated", step=metrics.step, progress=metrics.progress, validation_loss=loss)
         self.say(f"step {metrics.step:,} | validation loss {show_loss(loss)}, perplexity {perplexity(loss):.4g}")

@@ -70,7 +70,8 @@ class StageTrainer(TrainerBase):
         self._fitting = [stage for stage in range(spec.pipeline.stages) if stage not in self._unfit]
         self.stage = self._choose() if stage is None else stage
         self.line_begins = f"stage {self.stage} | "
-        peer.metrics.loss = peer.metrics.validation_loss = None  # they belong to the stage before a switch
+        peer.metrics.loss = None  # it belongs to the stage before a switch, as does the validation loss
+        peer.metrics.evaluated(None)
         self.validation: list[Tensor] = []  # of a head
         self.switches_to: int | None = None  # another stage, which needs this peer more
         peer.membership.hold(self.stage)

@@ -263,4 +263,5 @@ def test_the_best_model_is_not_saved_as_the_last_one(tmp_path: Path, swarm: Memo
     )
     trainer.train()
     assert peer.metrics.validation_loss is not None
+    assert peer.metrics.validation_progress == peer.metrics.progress > 0
     assert peer.states.saved is None

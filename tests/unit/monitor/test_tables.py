@@ -150,6 +150,14 @@ def test_what_a_peer_does_not_tell_is_no_zero() -> None:
     assert row[header.index("trained") :].split()[:2] == ["-", "-"]
 
 
+def test_a_validation_loss_says_when_it_was_measured() -> None:
+    evaluated = changed(A, validation_loss=2.41, validation_progress=0.3199)
+    (peer,) = swarm(evaluated)["peers"]
+    assert (peer["validation_loss"], peer["validation_progress"]) == (2.41, 0.3199)
+    assert "  2.410 at 32 %  " in plain(swarm(evaluated))[-1]
+    assert "  2.410  " in plain(swarm(changed(A, validation_loss=2.41)))[-1], "an older peer does not say it"
+
+
 def test_a_paused_peer_says_why_while_it_is_alive() -> None:
     paused = changed(A, state="paused", paused_by="hours")
     assert "paused (hours)" in plain(swarm(paused))[-1]

@@ -70,6 +70,7 @@ FULL = changed(
     tokens_per_s=12345.6,
     loss=2.34567,
     validation_loss=2.34567,
+    validation_progress=0.123,
     blocked_s=12.345,
     reachability="outbound-only",
     session_key="A" * 44,
@@ -227,7 +228,7 @@ def test_in_the_fullest_record_addresses_give_way_first_then_whom_it_sends_to_th
     assert len(str(NAMED["name"])) == MAX_CHARS
     named = changed(FULL, **NAMED)
     assert decode_record(encode_record(named, ME)) == named
-    staged = changed(named, **OF_A_STAGE, addresses=("203.0.113.55:40000", f"{'a' * 40}.example:40000"))
+    staged = changed(named, **OF_A_STAGE, addresses=("203.0.113.55:40000", f"{'a' * 28}.example:40000"))
     assert decode_record(encode_record(staged, ME)) == changed(staged, multiaddrs=staged.multiaddrs[:2])
     long = changed(staged, addresses=(f"{'a' * 120}.example:40000",))
     assert decode_record(encode_record(long, ME)) == changed(long, multiaddrs=long.multiaddrs[:1], sends_to=())

@@ -66,7 +66,9 @@ def test_the_losses_after_a_stop_are_those_without_it(
     assert [event["step"] for event in events(tmp_path / "whole", "evaluated")] == [1, 4, 8, 11]
     step_tokens = SPEC.train.batch_size * SPEC.data.sequence_length
     for each in (last, whole):
-        assert each.meta["outer"]["metrics"]["tokens"] == NUM_STEPS * step_tokens
+        metrics = each.meta["outer"]["metrics"]
+        assert metrics["tokens"] == NUM_STEPS * step_tokens
+        assert metrics["validation_progress"] == metrics["progress"] > 0
 
 
 def test_training_begins_before_the_held_out_data_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
