@@ -23,7 +23,7 @@ BUDGETS = {
     "noloco_p2p/optim/**/*.py": 300,
     "noloco_p2p/outer/**/*.py": 2_650,
     "noloco_p2p/peer/**/*.py": 1_900,
-    "noloco_p2p/simulate/**/*.py": 1_600,
+    "noloco_p2p/simulate/**/*.py": 1_650,
     "noloco_p2p/swarm/**/*.py": 4_850,
     "noloco_p2p/telemetry/**/*.py": 1_050,
     "noloco_p2p/testing/**/*.py": 650,

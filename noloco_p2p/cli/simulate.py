@@ -12,6 +12,8 @@ from noloco_p2p.cli.options import Changes, parse_changes, takes_settings
 from noloco_p2p.errors import SettingsError
 from noloco_p2p.settings import PeerSettings
 
+POINTS = 20  # of a curve
+
 
 @takes_settings("data", "models")
 def simulate(
@@ -62,7 +64,12 @@ def simulate(
         None, "--json", metavar="FILE", help="Write the results to FILE as JSON.", show_default=False
     ),
     plot: Path | None = typer.Option(
-        None, metavar="DIR", help="Write plots of the curves (PNG) to DIR.", show_default=False
+        None,
+        metavar="DIR",
+        help=f"Write plots of the curves (PNG) to DIR. A curve has {POINTS} points, or one for every "
+        "evaluate.every_steps steps if these are more (--set evaluate.every_steps=10). Short runs measure them on few "
+        "of the held-out sequences.",
+        show_default=False,
     ),
 ) -> None:
     """Train many replicas in one process on a virtual clock, to predict the loss, spread, traffic and time of a run."""
@@ -117,6 +124,7 @@ def simulate(
             speeds=parse_speeds(speeds),
             links=parse_links(link.split(",")),
             churn=parse_churn(churn, num_replicas=num_replicas[0]),
+            evaluations=max(POINTS, spec.train.total_steps // spec.evaluate.every_steps),
         )
         if plot:
             drawing.check(plot)

@@ -17,6 +17,8 @@ from noloco_p2p.trainer.model import build_model, build_tokenizer, check_vocabul
 
 CPU = torch.device("cpu")
 
+CURVE_SHARE = 0.1  # of the time of training, for the points of a curve
+
 
 @dataclass(frozen=True, slots=True)
 class Material:
@@ -71,6 +73,15 @@ class Material:
     def loss(self, model: PreTrainedModel) -> float:
         """Return the validation loss of a model."""
         return evaluate_loss(model, self.validation)
+
+    def loss_at_point(self, model: PreTrainedModel, *, num_points: int) -> float:
+        """Return the loss for one of `num_points` points of a curve, each on the same held-out batches.
+
+        These are as many as take CURVE_SHARE of the time of training, because a step takes as long as three forward
+        passes, but at least one.
+        """
+        num_batches = int(CURVE_SHARE * 3 * self.spec.train.total_steps / num_points)
+        return evaluate_loss(model, self.validation[: max(1, num_batches)])
 
     def loss_of(self, weights: Tensor, scratch: PreTrainedModel) -> float:
         """Return the validation loss of a flat vector of weights. This overwrites the weights of `scratch`."""

@@ -63,7 +63,7 @@ class Plan:
     speeds: tuple[float, ...] = (1.0,)
     links: tuple[LinkProfile, ...] = (IDEAL,)
     churn: Churn = Churn()
-    evaluations: int = 4  # number of points on the curve of the validation loss
+    evaluations: int = 4  # number of points on the curve of the validation loss, after the one at the start
 
     def seconds_per_step(self, replica: int) -> float:
         return self.step_s / self.speeds[replica % len(self.speeds)]

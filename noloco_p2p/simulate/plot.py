@@ -37,7 +37,7 @@ def draw(results: Sequence[Result], folder: Path) -> Path:
             over_bytes.plot([point.sent_bytes / (1 << 20) for point in points], losses, **style)
     over_time.set(xlabel="virtual seconds", ylabel="validation loss, nats per token")
     over_bytes.set_xlabel("MiB sent by a replica")
-    if any(result.sent_bytes for result in results):
+    if len(results) > 1 and any(result.sent_bytes for result in results):
         over_bytes.set_xscale("log")  # rules differ by orders of magnitude
     over_time.legend()
     path = folder / "loss.png"

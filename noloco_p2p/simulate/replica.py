@@ -197,7 +197,7 @@ class SimulatedReplica(SimulatedPeer):
         self._material = material
         self._batches = material.batches(peer_id, replica=number)
         self._step_s = plan.seconds_per_step(number)
-        self._num_points = plan.evaluations
+        self._num_points, self._next_point = plan.evaluations, 0
         self._is_leaving = False
 
     def leave(self) -> None:
@@ -207,6 +207,7 @@ class SimulatedReplica(SimulatedPeer):
     async def run(self, donor: SimulatedPeer | None = None) -> None:
         """Train until the schedule is done, and then take part in closing swaps."""
         await self.enter(donor)
+        self._note_point()
         while self.progress < 1 and not self._is_leaving:
             await asyncio.sleep(self._step_s)
             self.inner(next(self._batches), progress=self.progress)
@@ -227,8 +228,10 @@ class SimulatedReplica(SimulatedPeer):
 
     def _note_point(self) -> None:
         """Add the next point to the curve if the progress has reached it."""
-        if self.progress * self._num_points >= len(self.curve) + 1 - AT_POINT:
-            loss = self._material.loss(self.model)
+        reached = int(self.progress * self._num_points + AT_POINT)
+        if reached >= self._next_point:
+            self._next_point = reached + 1
+            loss = self._material.loss_at_point(self.model, num_points=self._num_points)
             self.curve.append(Point(self.number, self.steps, now_s(), loss, self.sent_bytes))
 
 

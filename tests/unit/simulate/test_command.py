@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from noloco_p2p.cli.app import run
+from noloco_p2p.cli.simulate import POINTS
 from noloco_p2p.presets import render
 from noloco_p2p.spec import DataSpec, EvaluateSpec, ModelSpec, TrainerSpec
 
@@ -30,13 +31,15 @@ def spec(tmp_path: Path) -> Path:
 
 def test_a_table_a_report_and_a_picture(spec: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report, pictures = tmp_path / "report.json", tmp_path / "pictures"
-    arguments = ["--replicas", "2", "--steps", "4", "--link", "cable", "--json", str(report), "--plot", str(pictures)]
+    arguments = ["--replicas", "2", "--steps", "24", "--link", "cable", "--json", str(report), "--plot", str(pictures)]
     assert run(["simulate", str(spec), *arguments]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[1:3]] == ["rule", "noloco"]
     written = json.loads(report.read_text(encoding="utf-8"))
-    assert written["spec"]["train"]["total_steps"] == 4
-    assert written["result"]["swaps"]["committed"] > 4
+    assert written["spec"]["train"]["total_steps"] == 24
+    assert written["result"]["swaps"]["committed"] > 24
+    curve = [point["step"] for point in written["result"]["curve"] if point["replica"] == 1]
+    assert (len(curve), curve[0], curve[-1]) == (POINTS + 1, 0, 24)
     assert (pictures / "loss.png").stat().st_size > 1000
 
 

@@ -127,6 +127,9 @@ def test_who_joins_stands_where_its_donor_stands_and_who_crashes_is_missing() ->
     events = (Event("crash", 0, 5.5), Event("join", 3, 4.5), Event("leave", 2, 8.5))
     result, _ = run(Plan(4, churn=Churn(events)))
     assert result.num_replicas == 3
+    begins = [next(point for point in result.curve if point.replica == replica) for replica in (1, 3)]
+    assert [point.step for point in begins] == [0, 0]
+    assert begins[1].loss < begins[0].loss, "the curve of a newcomer begins with the weights of its donor"
     assert result.steps < STEPS
     assert result.spread < 0.2, "the newcomer is near the others"
 
