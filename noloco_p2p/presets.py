@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import tomllib
 from collections.abc import Iterator
 from operator import attrgetter
@@ -12,6 +13,7 @@ from typing import Any, cast
 from pydantic.fields import FieldInfo
 
 from noloco_p2p.spec import Section, TrainerSpec
+from noloco_p2p.telemetry.console import count, counted
 
 _FILE = Path(__file__).with_name("presets.toml")
 PRESETS = {
@@ -19,6 +21,7 @@ PRESETS = {
     for name, values in tomllib.loads(_FILE.read_text(encoding="utf-8")).items()
 }
 FIRST_SECTIONS = ("model", "data", "train")  # first in a file; the other sections follow in the order of the fields
+TOKENS_PER_PARAMETER = 20  # with which a given amount of compute reaches about the lowest loss (arXiv 2203.15556)
 
 
 def render(spec: TrainerSpec) -> str:
@@ -62,6 +65,22 @@ def describe_size(spec: TrainerSpec) -> str:
         return f"the model {spec.model.pretrained!r}"
     share = "tied" if spec.model.tied_embeddings else "untied"
     return f"{num_parameters:,} parameters ({share} embeddings, vocabulary {spec.model.vocab_size:,})"
+
+
+def describe_tokens(spec: TrainerSpec) -> str:
+    """Describe the tokens of the run. A model that is trained from scratch is compared with TOKENS_PER_PARAMETER."""
+    num_parameters, reader = spec.model.num_parameters(), "head" if spec.pipeline.stages > 1 else "peer"
+    tokens = spec.train.total_steps * spec.train.batch_size * spec.data.sequence_length
+    text = f"each {reader} reads {count(tokens)} in its schedule"
+    if not num_parameters or spec.model.lora.rank:
+        return text
+    share = tokens / num_parameters
+    num_readers = math.ceil(TOKENS_PER_PARAMETER / share)
+    verb = "reaches" if num_readers == 1 else "together reach"
+    return (
+        f"{text}, {count(share) if share >= 10 else f'{share:.2g}'} per parameter; "
+        f"{counted(num_readers, reader)} {verb} {TOKENS_PER_PARAMETER}, the usual number for training from scratch"
+    )
 
 
 def _assignments(section: Section) -> list[str]:

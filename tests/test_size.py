@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Lines of Python without generated code, rounded up to 50. The first row holds the modules at the top of the package.
 BUDGETS = {
-    "noloco_p2p/*.py": 3_600,
+    "noloco_p2p/*.py": 3_650,
     "noloco_p2p/cli/**/*.py": 2_250,
     "noloco_p2p/codec/**/*.py": 700,
     "noloco_p2p/data/**/*.py": 1_700,

@@ -48,7 +48,7 @@ def init(
     force: bool = typer.Option(False, "--force", help="Overwrite an existing file."),
 ) -> None:
     """Write a commented run spec, and print what it costs a peer."""
-    from noloco_p2p.presets import PRESETS, describe_size, render
+    from noloco_p2p.presets import PRESETS, describe_size, describe_tokens, render
 
     if preset not in PRESETS:
         raise SettingsError(f"--preset {preset}: no such preset; choose one of {', '.join(PRESETS)}")
@@ -93,7 +93,7 @@ def init(
     if stages > 1:
         how += " --stage 0"
     print(f"wrote {file}: {describe_size(spec)}; start the run with: noloco join {how}")
-    for line in needs:
+    for line in (f"tokens: {describe_tokens(spec)}", *needs):
         print(line)
     if private:
         print(f"{key_file} is the run key, which signs invitations. Back it up and keep it secret.")

@@ -21,6 +21,7 @@ from noloco_p2p.gossip.seams import Candidate, Transport
 from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.peer.run_folder import find_invitation, remembered_ports
 from noloco_p2p.peer_name import named
+from noloco_p2p.presets import describe_tokens
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.spec import Spec, TrainerSpec
 from noloco_p2p.swarm.clock import Offset
@@ -225,13 +226,14 @@ def bound(spec: TrainerSpec, settings: PeerSettings) -> Iterator[Check]:
 def model(spec: TrainerSpec, settings: PeerSettings, *, download_bytes_per_s: float | None = None) -> list[Check]:
     """Check whether this machine meets the needs of a run, using only the run's spec."""
     settings.check_names(spec)
+    tokens = Check("tokens", "ok", describe_tokens(spec))
     if spec.pipeline.stages > 1:
-        return stages(spec, settings, download_bytes_per_s=download_bytes_per_s)
+        return [tokens, *stages(spec, settings, download_bytes_per_s=download_bytes_per_s)]
     try:
         counts = count_parameters(spec.model, sequence_length=spec.data.sequence_length, folders=settings.models)
     except NolocoError as error:
         return [Check("the model", "failed", str(error), "pass the folder of the model with --model NAME=FOLDER")]
-    found = [needs(spec, counts, settings, link_bytes_per_s=download_bytes_per_s)]
+    found = [tokens, needs(spec, counts, settings, link_bytes_per_s=download_bytes_per_s)]
     if (spec.model.pretrained or spec.model.lora.rank) and (sizes := Sizes.of(spec.model, folders=settings.models)):
         found.append(Check("GPUs", "ok", "\n".join(sizes.lines(spec))))
     return found

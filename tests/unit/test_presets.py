@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from noloco_p2p.presets import PRESETS, is_section, render, sections
+from noloco_p2p.presets import PRESETS, describe_tokens, is_section, render, sections
 from noloco_p2p.spec import DataSpec, MixSpec, ModelSpec, OuterSpec, RunSpec, TrainerSpec, TrainSpec
 
 plain_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -54,6 +54,20 @@ def test_a_preset_loads_back_equal_and_every_key_stands_at_column_0_with_a_comme
     for line in text.splitlines():
         assert line == line.lstrip()
         assert "=" not in line or line.startswith("#") or "  # " in line, f"no comment: {line}"
+
+
+def test_the_tokens_of_a_run_are_compared_with_twenty_per_parameter() -> None:
+    tiny = PRESETS["tiny"]
+    assert describe_tokens(tiny) == (
+        "each peer reads 61.4M in its schedule, 62 per parameter; 1 peer reaches 20, the usual number for training "
+        "from scratch"
+    )
+    short = tiny.with_changes({"train.total_steps": 6000, "pipeline.stages": 2})
+    assert describe_tokens(short).startswith(
+        "each head reads 6.14M in its schedule, 6.2 per parameter; 4 heads together reach 20, "
+    )
+    assert describe_tokens(tiny.with_changes({"model.lora.rank": 4})) == "each peer reads 61.4M in its schedule"
+    assert "per parameter" not in describe_tokens(PRESETS["finetune"])
 
 
 def test_every_field_and_every_section_has_a_description() -> None:

@@ -12,6 +12,8 @@ from noloco_p2p.spec import TrainerSpec
 
 TINY = """\
 wrote run.toml: 991,840 parameters (tied embeddings, vocabulary 384); start the run with: noloco join run.toml --stage 0
+tokens: each head reads 61.4M in its schedule, 62 per parameter; 1 head reaches 20, the usual number for training from \
+scratch
 stage     blocks  parameters   memory
 0 (head)       0        372k  4.5 MiB
 1              1        310k  3.5 MiB
@@ -49,7 +51,8 @@ def test_the_cut_is_in_the_spec_and_the_needs_are_printed(capsys: pytest.Capture
 def test_what_fits_which_gpu_is_said_of_a_model_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Qwen3Config(hidden_size=64, num_hidden_layers=2).save_pretrained(tmp_path / "qwen")
     assert run(["init", "run.toml", "--pretrained", "mine", "--model", "mine=qwen"]) == 0
-    _, first, *ways, last = capsys.readouterr().out.splitlines()
+    _, tokens, first, *ways, last = capsys.readouterr().out.splitlines()
+    assert tokens.startswith("tokens: each peer reads ")
     assert first.startswith("GPUs of 8, 12, 16 and 24 GB that hold a sequence of ")
     assert [way.split(":")[0].split()[-1] for way in ways] == ["weights", "fp32", "bf16", "nf4"]
     assert last == "to see what it costs a peer, run: noloco doctor run.toml"

@@ -142,20 +142,23 @@ def test_a_peer_that_is_busy_is_asked_again(code: str, is_measured: bool, monkey
 
 
 def test_a_model_that_is_too_large_is_a_failure(tmp_path: Path) -> None:
-    assert model(PRESETS["tiny"], settings(tmp_path))[0].found.startswith("model: 992k trainable parameters\nneeds: ")
+    tokens, found = model(PRESETS["tiny"], settings(tmp_path))
+    assert tokens.found.startswith("each peer reads 61.4M in its schedule, 62 per parameter; ")
+    assert found.found.startswith("model: 992k trainable parameters\nneeds: ")
     assert needs(TrainerSpec(name="r"), Counts(1_000_000), settings(tmp_path)).level == "ok"
     assert needs(TrainerSpec(name="r"), Counts(10**13), settings(tmp_path)).level == "failed"
 
 
 def test_what_fits_which_gpu_is_said_of_a_model_with_adapters(tmp_path: Path) -> None:
     adapted = PRESETS["tiny"].with_changes({"model.lora.rank": 4})
-    assert [check.name for check in model(adapted, settings(tmp_path))] == ["the model", "GPUs"]
-    assert model(adapted, settings(tmp_path))[1].found.count("(from 8 GB)") == 8
+    assert [check.name for check in model(adapted, settings(tmp_path))] == ["tokens", "the model", "GPUs"]
+    assert model(adapted, settings(tmp_path))[2].found.count("(from 8 GB)") == 8
 
 
 def test_each_stage_is_examined_and_what_the_link_carries(tmp_path: Path) -> None:
     spec = StageNeeds.of(PRESETS["tiny"], 3).spec
-    checks = model(spec, settings(tmp_path))
+    tokens, *checks = model(spec, settings(tmp_path))
+    assert tokens.found.startswith("each head reads ")
     assert [(check.name, check.level) for check in checks] == [
         *((f"stage {stage}", "ok") for stage in range(3)),
         ("link", "ok"),
@@ -171,19 +174,19 @@ def test_each_stage_is_examined_and_what_the_link_carries(tmp_path: Path) -> Non
 
 def test_a_stage_that_does_not_fit_is_a_failure_only_where_none_does(tmp_path: Path) -> None:
     spec = StageNeeds.of(PRESETS["tiny"], 3).spec
-    small = model(spec, settings(tmp_path, max_memory="4MiB"))
+    _, *small = model(spec, settings(tmp_path, max_memory="4MiB"))
     assert [check.level for check in small] == ["warning", "ok", "ok", "ok"]
     assert small[0].fix == "hold another stage, or use a machine with more memory"
     none = model(spec, settings(tmp_path, max_memory="1MB"))
-    assert [check.level for check in none] == ["failed"] * 3 + ["ok"]
-    unbound = model(spec.with_changes({"data.source": "mine"}), settings(tmp_path))
+    assert [check.level for check in none] == ["ok"] + ["failed"] * 3 + ["ok"]
+    _, *unbound = model(spec.with_changes({"data.source": "mine"}), settings(tmp_path))
     assert (unbound[0].level, "--data mine=GLOB" in unbound[0].found) == ("warning", True)
     assert unbound[0].fix == "hold another stage, or provide the data with --data"
 
 
 def test_a_spec_that_was_not_cut_is_a_failure_with_a_way_out(tmp_path: Path) -> None:
     changes = {"pipeline.stages": 3, "model.parameter_seeds": True}
-    [check] = model(PRESETS["tiny"].with_changes(changes), settings(tmp_path))
+    _, check = model(PRESETS["tiny"].with_changes(changes), settings(tmp_path))
     assert (check.level, "noloco init --stages" in check.fix) == ("failed", True)
 
 

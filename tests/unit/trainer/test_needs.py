@@ -166,9 +166,11 @@ def test_init_doctor_and_join_tell_the_same(
     with MemorySwarm(spec) as swarm:
         trainer = Trainer(training_peer(swarm, tmp_path / "peer", micro_batch=1), say=lambda line: None)
         told = trainer.needs().lines()
-    assert capsys.readouterr().out.splitlines()[1:] == told[1:]
-    checks = doctor.model(spec, PeerSettings.load())
-    assert checks[0].found.splitlines()[: len(told)] == told
+    _, first, *lines = capsys.readouterr().out.splitlines()
+    assert lines == told[1:]
+    tokens, checked = doctor.model(spec, PeerSettings.load())
+    assert first == f"tokens: {tokens.found}"
+    assert checked.found.splitlines()[: len(told)] == told
 
 
 @pytest.mark.parametrize("name", SENT_BYTES)
