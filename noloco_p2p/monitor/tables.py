@@ -106,7 +106,7 @@ COLUMNS = (
         for name, about in ((name, METRICS[name]) for name in IN_COLUMNS)
     ),
     _field("last with", 5, "last_shown", is_text=True),
-    _field("moves others", 8, "moves_others", format=percent),
+    _field("moves others", 10, "moves_others", format=percent),
     _field("reach", 13, "reachability", is_text=True),
     _field("version", 10, "software", is_text=True),
     _field("heard", 0, "age_s", format=lambda age_s: f"{duration(age_s)} ago"),

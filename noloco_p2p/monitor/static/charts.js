@@ -156,16 +156,19 @@ class Paths extends Drawing {
       }));
     }
     pen.globalAlpha = 1;
-    pen.textAlign = "center";
+    const space = (width - 80) / numStages, outer = Math.min(space, 40 + space / 2);
     columns.forEach((column, place) => {
-      const stage = place % numStages, ink = colour("--soft");
+      const stage = place % numStages, ink = colour("--soft"), edge = place === 0 ? 0 : place === numStages ? width : null;
+      pen.textAlign = "center";
       pen.fillStyle = column.length ? ink : colour("--red");
       pen.fillText(stage ? `stage ${stage}` : "head", x(place), 12);
       if (!column.length) pen.fillText("empty", x(place), height / 2);
       column.forEach((peer, index) => {
         this.dot(pen, peer, x(place), y(place, index), most > 24 ? 2 : 6);
         pen.fillStyle = ink;
-        if (most <= 6) this.write(pen, peer, x(place), y(place, index) + 20, (width - 80) / numStages);
+        if (most > 6) return;
+        if (edge !== null) pen.textAlign = edge ? "right" : "left"; // else the edge would cut a long name
+        this.write(pen, peer, edge ?? x(place), y(place, index) + 20, edge === null ? space : outer);
       });
     });
     this.canvas.setAttribute("aria-label", `Paths: ${living.length} peers in ${numStages} stages`);
