@@ -32,7 +32,7 @@ from torch import Tensor
 from noloco_p2p.gossip.coder import Coding
 from noloco_p2p.gossip.exchange import Halves
 
-PARTNERS = 8  # whose half-differences are remembered
+PARTNERS = 32  # whose half-differences are remembered: a liar is known only until as many others have sent theirs
 VOICES = 3  # partners without whose norms there is no median
 SAMPLE = 256  # elements of a piece whose movement is measured
 PULL_SAMPLE = 64  # elements of a piece by which the pull of each partner is remembered
