@@ -32,7 +32,8 @@ from torch import Tensor
 from noloco_p2p.gossip.coder import Coding
 from noloco_p2p.gossip.exchange import Halves
 
-PARTNERS = 32  # whose half-differences are remembered: a liar is known only until as many others have sent theirs
+PARTNERS = 8  # whose half-differences give the radius
+REMEMBERED = 32  # partners whose pulls are remembered: after as many others, a liar is new again
 VOICES = 3  # partners without whose norms there is no median
 SAMPLE = 256  # elements of a piece whose movement is measured
 PULL_SAMPLE = 64  # elements of a piece by which the pull of each partner is remembered
@@ -61,8 +62,8 @@ class UpdateFilter:
         self._is_waiting = is_waiting
         self._pieces = dict(zip((start for start, _ in chunks), pieces_of(sizes, chunks), strict=True))
         num_pieces = sum(map(len, self._pieces.values()))
-        self._norms = torch.full((PARTNERS, num_pieces), torch.nan, dtype=torch.float32, device="cpu")
-        self._pulls = torch.full((PARTNERS, num_pieces, PULL_SAMPLE), torch.nan, dtype=torch.float32, device="cpu")
+        self._norms = torch.full((REMEMBERED, num_pieces), torch.nan, dtype=torch.float32, device="cpu")
+        self._pulls = torch.full((REMEMBERED, num_pieces, PULL_SAMPLE), torch.nan, dtype=torch.float32, device="cpu")
         self._rows: OrderedDict[str, int] = OrderedDict()  # the row of each partner
         # With a small tensor for each piece, allocated between large ones, the C library would keep as much free memory
         # as the model takes, in parts that are too small for the next chunk.
@@ -144,14 +145,15 @@ class UpdateFilter:
         """Return the row of a partner, which becomes the newest one."""
         row = self._rows.pop(partner, None)
         if row is None:
-            row = self._rows.popitem(last=False)[1] if len(self._rows) == PARTNERS else len(self._rows)
+            row = self._rows.popitem(last=False)[1] if len(self._rows) == REMEMBERED else len(self._rows)
             self._norms[row] = self._pulls[row] = torch.nan
         self._rows[partner] = row
         return row
 
     def _medians(self, pieces: Sequence[tuple[int, slice]]) -> list[float]:
         """Return the median norm of each piece, or NaN if fewer than `VOICES` partners have sent it."""
-        norms = self._norms[:, pieces[0][0] : pieces[-1][0] + 1]
+        newest = [*self._rows.values()][-PARTNERS:] or [0]
+        norms = self._norms[newest, pieces[0][0] : pieces[-1][0] + 1]
         has_voices = (~norms.isnan()).sum(dim=0) >= VOICES
         return norms.nanmedian(dim=0).values.where(has_voices, torch.nan).tolist()
 
