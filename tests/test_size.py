@@ -16,7 +16,7 @@ BUDGETS = {
     "noloco_p2p/data/**/*.py": 1_700,
     "noloco_p2p/doctor/**/*.py": 450,
     "noloco_p2p/flow/**/*.py": 1_600,
-    "noloco_p2p/gossip/**/*.py": 2_200,
+    "noloco_p2p/gossip/**/*.py": 2_250,
     "noloco_p2p/integrations/**/*.py": 400,
     "noloco_p2p/monitor/**/*.py": 900,
     "noloco_p2p/net/**/*.py": 2_650,

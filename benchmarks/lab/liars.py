@@ -71,9 +71,9 @@ def cases() -> Iterator[Case]:
             yield Case(limits=limits, seed=seed)
         for attack in ATTACKS:
             yield Case(attack, num_liars=1, seed=seed)
-    for has_liars in (False, True):
-        for attack in ADAPTIVE if has_liars else ("",):
-            yield Case(attack, num_honest=14, num_liars=3 * has_liars)
+    for seed in SEEDS:
+        for attack in ("", *reversed(ADAPTIVE)):
+            yield Case(attack, num_honest=14, num_liars=3 * bool(attack), seed=seed)
     for limits in ("", OPEN):
         yield Case(has_own_texts=True, limits=limits)
     for limits in TRIALS:

@@ -83,7 +83,7 @@ class LabReplica:
         if donor:
             lab.stack.flat[number] = lab.stack.flat[donor.number]
             lab.optimizer.forget(number)
-        self.weights = Weights(FlatParameters(lab.stack.module(number)), spec.outer)
+        self.weights = Weights(FlatParameters(lab.stack.module(number)), spec.outer, seed=number)
         self.exchange = Exchange(self.weights.units, asyncio.get_running_loop())
         self.coder = Coder(spec.codec.weights, self.weights.units)
         self.metrics = Metrics()

@@ -163,7 +163,7 @@ class Gossip:
                 await self._changed.wait_for(lambda: not self._running)
 
     def _may_agree(self) -> bool:
-        """Return whether this peer may agree on another swap: if there is none, or the only one is moving.
+        """Return whether this peer may agree on another swap: if there is none, or the only one is moving in time.
 
         A swap that waits for the link therefore waits only for swaps that are moving, and no circle of peers can wait.
         With `outer.wait`, a peer swaps everything at once while training waits.
@@ -173,7 +173,13 @@ class Gossip:
         if not self._running:
             return True
         swap = self._running[0]
-        return len(self._running) == 1 and swap.is_moving and self._units.num_units >= LEAST_UNITS
+        is_in_time = swap.is_moving and not self._held_up(swap)
+        return len(self._running) == 1 and is_in_time and self._units.num_units >= LEAST_UNITS
+
+    def _held_up(self, swap: Swap) -> float:
+        """Return for how many usual swaps a swap has held this peer up, or 0 if it has not."""
+        held_s, usual_s = self._loop.time() - swap.first_s, self.link.usual_s(swap.partner)
+        return held_s / usual_s if held_s > HELD_UP * usual_s > 0 else 0.0
 
     def _opened(self) -> None:
         self._free_since_s = self._loop.time()
@@ -430,6 +436,8 @@ class Gossip:
     async def _swap(self, swap: Swap, *, first: Accept | None = None) -> None:
         """Run one swap, after sending `first`. A failure of the partner ends here."""
         began_s, is_committed = self._loop.time(), False
+        if not self._running:
+            swap.first_s = began_s
         self._running.append(swap)
         try:
             if first:
@@ -462,10 +470,11 @@ class Gossip:
             if not is_committed:
                 self._ages.end(swap.part, mixed_at=None)
             self._free_since_s = self._loop.time()
-            usual_s = self.link.usual_s(swap.partner)
-            if (held_s := self._free_since_s - began_s) > HELD_UP * usual_s > 0:
-                self._pairing.shares.held_up(swap.partner, held_s / usual_s)
+            if num_swaps := self._held_up(swap):
+                self._pairing.shares.held_up(swap.partner, num_swaps)
             self._running.remove(swap)
+            if self._running:
+                self._running[0].first_s = min(self._running[0].first_s, self._free_since_s)
             await self._shared.tell_change()
 
     def _failed(self, swap: Swap, error: PeerError) -> None:

@@ -55,7 +55,7 @@ class Pairing:
     def wait_s(self, live: Sequence[Candidate], now_s: float) -> float:
         """Return the number of seconds until a peer may be asked, at most MOST_RETRY_S, as new peers may appear."""
         waits = (at_s - now_s for at_s, _ in self._free_at_s(live))
-        return max(0.0, min(waits, default=MOST_RETRY_S))
+        return min(MOST_RETRY_S, max(0.0, min(waits, default=MOST_RETRY_S)))
 
     def began(self, peer_id: str, live: Sequence[Candidate], *, num_live: int) -> None:
         """Record the start of a swap with a peer."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -108,6 +109,7 @@ class Swap:
         self.snapshot_step = 0
         self.is_moving = False  # whether both partners send or have sent
         self.moving_s = 0.0  # when they began
+        self.first_s = math.inf  # since when no other swap of this peer comes before this one
         self.cost_s = 0.0  # CPU time for coding
         # how long a wait for the partner's next header may take
         self._patience_s = PATIENCE_S + 2 * min(max(0.0, theirs.step_s), max(MOST_STEP_S, MOST_STEPS * own_step_s))

@@ -16,11 +16,15 @@ limit, the half-difference is scaled down until it would be at the limit if noth
   of all partners, which is what a peer that is ahead, behind or has other text than all others sees from each of them;
 * with the direction in which this peer has moved for the last mixings. Honest partners are about as often ahead of a
   peer as behind it, but a liar can pull back in every swap.
+
+Both are cosines of sketches: sums of numbers with random signs that only this peer knows. A cosine of samples could be
+evaded, because a liar would lie only where nothing is sampled.
 """
 
 from __future__ import annotations
 
 import math
+import secrets
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
@@ -32,10 +36,11 @@ from torch import Tensor
 from noloco_p2p.gossip.coder import Coding
 from noloco_p2p.gossip.exchange import Halves
 
-PARTNERS = 8  # whose half-differences are remembered
+PARTNERS = 8  # whose half-differences give the radius
+REMEMBERED = 32  # partners whose pulls are remembered: after as many others, a liar is new again
 VOICES = 3  # partners without whose norms there is no median
-SAMPLE = 256  # elements of a piece whose movement is measured
-PULL_SAMPLE = 64  # elements of a piece by which the pull of each partner is remembered
+SKETCH = 256  # sums by which the movement of a piece is measured
+PULL_SKETCH = 64  # sums by which the pull of each partner is remembered; divides SKETCH
 SMOOTHING = 0.125  # weight of a new movement
 PATH_SMOOTHING = 0.05  # weight of a new movement in the direction of the last ones
 PULL_SMOOTHING = 0.3  # weight of a new half-difference in the pull of its partner
@@ -53,29 +58,39 @@ class UpdateFilter:
     """The filter of one replica and its history, which is not saved: after a restart, a few swaps rebuild it.
 
     `sizes` are those of the tensors that form the vector, and `chunks` are its chunks (start, stop). `is_waiting` says
-    whether training waits for swaps (`outer.wait`).
+    whether training waits for swaps (`outer.wait`). Only a simulation sets `seed`, because the signs are secret.
     """
 
-    def __init__(self, sizes: Sequence[int], chunks: Sequence[tuple[int, int]], *, is_waiting: bool = False) -> None:
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        chunks: Sequence[tuple[int, int]],
+        *,
+        is_waiting: bool = False,
+        seed: int | None = None,
+    ) -> None:
         self._scale = SCALE_WAITING if is_waiting else 1.0
         self._is_waiting = is_waiting
         self._pieces = dict(zip((start for start, _ in chunks), pieces_of(sizes, chunks), strict=True))
         num_pieces = sum(map(len, self._pieces.values()))
-        self._norms = torch.full((PARTNERS, num_pieces), torch.nan, dtype=torch.float32, device="cpu")
-        self._pulls = torch.full((PARTNERS, num_pieces, PULL_SAMPLE), torch.nan, dtype=torch.float32, device="cpu")
+        self._norms = torch.full((REMEMBERED, num_pieces), torch.nan, dtype=torch.float32, device="cpu")
+        self._pulls = torch.full((REMEMBERED, num_pieces, PULL_SKETCH), torch.nan, dtype=torch.float32, device="cpu")
         self._rows: OrderedDict[str, int] = OrderedDict()  # the row of each partner
         # With a small tensor for each piece, allocated between large ones, the C library would keep as much free memory
         # as the model takes, in parts that are too small for the next chunk.
-        self._samples = torch.full((num_pieces, SAMPLE), torch.nan, dtype=torch.float32, device="cpu")  # last mixing
-        self._paths = self._samples.clone()  # of the samples from one mixing to the next: a running mean
+        self._mixed = torch.full((num_pieces, SKETCH), torch.nan, dtype=torch.float32, device="cpu")  # last mixing
+        self._paths = self._mixed.clone()  # from one mixing to the next: a running mean
+        random = torch.Generator("cpu").manual_seed(secrets.randbits(63) if seed is None else seed)
+        longest = max(stop - start for start, stop in chunks)
+        self._signs = torch.empty(longest, dtype=torch.float32, device="cpu").bernoulli_(generator=random)
+        self._signs.mul_(2).sub_(1)
         self._movement = [0.0] * num_pieces  # running mean of this peer's movement between two mixings
         self._judging = threading.Lock()
 
     def begin(self, start: int, values: Tensor) -> None:
         """Record the values of the chunk that begins at `start`, from which this peer moves until the next mixing."""
         for piece, place in self._pieces[start]:
-            sample = _sample(values[place])
-            self._samples[piece, : len(sample)] = sample
+            self._mixed[piece] = self._sketch(values, place)
 
     def judge(self, coding: Coding, partner: str, *, is_at_rest: bool = False) -> Halves:
         """Overwrite a snapshot with the half-differences of its swap, and clip them. The call is thread-safe.
@@ -83,30 +98,31 @@ class UpdateFilter:
         If `is_at_rest`, training is over, so this peer does not move any more.
         """
         norms: dict[int, float] = {}  # of each piece, as it arrived
-        places: list[tuple[int, Tensor, Tensor]] = []  # each piece, a sample of its values, and its half-differences
-        num_clipped, square, own_square, moved_square = 0, 0.0, 0.0, 0.0
+        sketches: list[tuple[int, Tensor, Tensor]] = []  # each piece, its values, and its half-differences
+        num_clipped, factor, square, own_square, moved_square = 0, 1.0, 0.0, 0.0, 0.0
         with self._judging:
             for index, chunk in enumerate(coding.chunks):
                 values, halves = coding.values[chunk.start : chunk.stop], coding.half_difference(index)
                 own_square += float(torch.linalg.vector_norm(values)) ** 2
                 pieces = self._pieces[coding.start + chunk.start]
                 for (piece, place), middle in zip(pieces, self._medians(pieces), strict=True):
-                    radius = self._radius(piece, values[place], middle, is_at_rest=is_at_rest)
+                    own = self._sketch(values, place)
+                    radius = self._radius(piece, own, middle, is_at_rest=is_at_rest)
                     norms[piece] = norm = float(torch.linalg.vector_norm(halves[place]))
                     square += norm * norm
                     if norm > radius:
                         halves[place].mul_(radius / norm)
                         num_clipped += 1
                     moved_square += min(norm, radius) ** 2
-                    places.append((piece, _sample(values[place]).clone(), values[place]))
+                    sketches.append((piece, own, self._sketch(halves, place)))
                 values.copy_(halves)
             row = self._row_of(partner)
             if not (is_at_rest or self._is_waiting):
-                factor = min(_within(self._pull(row, places), PULL), _within(-self._cosine(places), DRAG))
+                factor = min(_within(self._pull(row, sketches), PULL), _within(-self._cosine(sketches), DRAG))
                 coding.values.mul_(factor)
                 moved_square *= factor**2
-            self._note(places)
-            self._norms[row, places[0][0] : places[-1][0] + 1] = torch.tensor(
+            self._note(sketches, factor)
+            self._norms[row, sketches[0][0] : sketches[-1][0] + 1] = torch.tensor(
                 [*norms.values()], dtype=torch.float32, device="cpu"
             )
         num_elements = len(coding.values)
@@ -119,69 +135,66 @@ class UpdateFilter:
             num_clipped=num_clipped,
         )
 
-    def _cosine(self, places: Sequence[tuple[int, Tensor, Tensor]]) -> float:
-        """Return the cosine of a half-difference and the direction in which this peer has moved, from the samples."""
+    def _sketch(self, values: Tensor, place: slice) -> Tensor:
+        """Return sums of numbers with random signs, which have about the norm and the cosines of the numbers."""
+        signed = values[place] * self._signs[place]
+        rest = len(signed) % SKETCH
+        sums = signed[: len(signed) - rest].view(-1, SKETCH).sum(dim=0)
+        sums[:rest] += signed[len(signed) - rest :]
+        return sums
+
+    def _cosine(self, sketches: Sequence[tuple[int, Tensor, Tensor]]) -> float:
+        """Return the cosine of a half-difference and the direction in which this peer has moved."""
         along = square = path_square = 0.0
-        for piece, _, halves in places:
-            half = _sample(halves)
-            path = self._paths[piece, : len(half)]
+        for piece, _, halves in sketches:
+            path = self._paths[piece]
             if not path[0].isnan():
-                weight = len(halves) / len(half)
-                along += weight * float(half @ path)
-                square += weight * float(half @ half)
-                path_square += weight * float(path @ path)
+                along += float(halves @ path)
+                square += float(halves @ halves)
+                path_square += float(path @ path)
         return along / math.sqrt(square * path_square) if square * path_square > 0 else 0.0
 
-    def _note(self, places: Sequence[tuple[int, Tensor, Tensor]]) -> None:
-        for piece, own, halves in places:
-            sample, path = self._samples[piece, : len(own)], self._paths[piece, : len(own)]
-            mixed = own + _sample(halves)
-            moved = mixed - sample
+    def _note(self, sketches: Sequence[tuple[int, Tensor, Tensor]], factor: float) -> None:
+        for piece, own, halves in sketches:
+            path, mixed = self._paths[piece], own + factor * halves
+            moved = mixed - self._mixed[piece]
             path.copy_(moved if path[0].isnan() else path.lerp(moved, PATH_SMOOTHING))
-            sample.copy_(mixed)
+            self._mixed[piece] = mixed
 
     def _row_of(self, partner: str) -> int:
         """Return the row of a partner, which becomes the newest one."""
         row = self._rows.pop(partner, None)
         if row is None:
-            row = self._rows.popitem(last=False)[1] if len(self._rows) == PARTNERS else len(self._rows)
+            row = self._rows.popitem(last=False)[1] if len(self._rows) == REMEMBERED else len(self._rows)
             self._norms[row] = self._pulls[row] = torch.nan
         self._rows[partner] = row
         return row
 
     def _medians(self, pieces: Sequence[tuple[int, slice]]) -> list[float]:
         """Return the median norm of each piece, or NaN if fewer than `VOICES` partners have sent it."""
-        norms = self._norms[:, pieces[0][0] : pieces[-1][0] + 1]
+        newest = [*self._rows.values()][-PARTNERS:] or [0]
+        norms = self._norms[newest, pieces[0][0] : pieces[-1][0] + 1]
         has_voices = (~norms.isnan()).sum(dim=0) >= VOICES
         return norms.nanmedian(dim=0).values.where(has_voices, torch.nan).tolist()
 
-    def _pull(self, row: int, places: Sequence[tuple[int, Tensor, Tensor]]) -> float:
+    def _pull(self, row: int, sketches: Sequence[tuple[int, Tensor, Tensor]]) -> float:
         """Return the cosine of a half-difference with what its partner alone has pulled to, and remember it."""
-        pulls = self._pulls[:, places[0][0] : places[-1][0] + 1]  # the pieces of a slice are consecutive
-        new, own = torch.full_like(pulls[row], torch.nan), pulls[row].clone()
-        for (_, _, halves), line in zip(places, new, strict=True):
-            sample = _sample(halves, PULL_SAMPLE)
-            line[: len(sample)] = sample
+        pulls = self._pulls[:, sketches[0][0] : sketches[-1][0] + 1]  # the pieces of a slice are consecutive
+        own = pulls[row].clone()
+        new = torch.stack([halves for _, _, halves in sketches]).unflatten(1, (-1, PULL_SKETCH)).sum(dim=1)
         num_known = int((~pulls[:, :, 0].isnan()).any(dim=1).sum())
         alone = (own - pulls.nanmedian(dim=0).values).nan_to_num()  # where it has not pulled before, 0
         pulls[row] = own.lerp(new, PULL_SMOOTHING).where(~own.isnan(), new)
-        new.nan_to_num_()
         length = float(alone.norm() * new.norm())
         return float((alone * new).sum()) / length if num_known >= VOICES and length > 0 else 0.0
 
-    def _radius(self, piece: int, values: Tensor, usual: float, *, is_at_rest: bool) -> float:
-        sample = _sample(values)
-        step = sample - self._samples[piece, : len(sample)]
-        moved = float(torch.linalg.vector_norm(step)) * math.sqrt(len(values) / len(sample))
+    def _radius(self, piece: int, own: Tensor, usual: float, *, is_at_rest: bool) -> float:
+        moved = float(torch.linalg.vector_norm(own - self._mixed[piece]))
         if not (is_at_rest and self._movement[piece]):
             self._movement[piece] = _smoothed(self._movement[piece], moved)
         reach = max(moved, self._movement[piece])
         radius = FIRST * reach if math.isnan(usual) else RADIUS * usual
         return self._scale * (radius if is_at_rest else min(radius, MOST * reach))
-
-
-def _sample(values: Tensor, size: int = SAMPLE) -> Tensor:
-    return values[:: max(1, len(values) // size)][:size]
 
 
 def _within(cosine: float, limit: float) -> float:

@@ -33,9 +33,11 @@ class Weights:
     the stream on which the optimizer works, so it sees the weights before or after a step, but never in between. From
     there, it moves to pinned memory on a stream of its own. So training does not wait for it, nor does it wait for the
     steps that are queued later.
+
+    `seed` is that of the update filter in a simulation.
     """
 
-    def __init__(self, parameters: FlatParameters, outer: OuterSpec) -> None:
+    def __init__(self, parameters: FlatParameters, outer: OuterSpec, *, seed: int | None = None) -> None:
         self.lock = threading.Lock()
         self.parameters = parameters
         self.num_elements = num = parameters.num_elements
@@ -48,7 +50,8 @@ class Weights:
         self.units = Units(self.num_swapped)
         chunks = self.units.chunks(Slice(0, self.units.num_units))
         sizes = [param.numel() for _, param in parameters.named] * (self.num_swapped // num)
-        self.filter = UpdateFilter(sizes, [(chunk.start, chunk.stop) for chunk in chunks], is_waiting=outer.wait)
+        bounds = [(chunk.start, chunk.stop) for chunk in chunks]
+        self.filter = UpdateFilter(sizes, bounds, is_waiting=outer.wait, seed=seed)
         self._accelerator = torch.get_device_module(parameters.device) if has_own_memory(parameters.device) else None
         self._stream = self._accelerator.Stream(parameters.device) if self._accelerator else None
         self._begin_to_move()

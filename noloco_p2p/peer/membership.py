@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import median, median_low
 from threading import Event
 from typing import Any, TypeVar
 
@@ -68,7 +68,7 @@ class Membership:
         self._asked: Future[Sequence[Candidate]] | None = None
         self._loss_of: Callable[[Path | None], float] | None = None
         self._has_model = Event()  # from `enter` on
-        self._losses: list[float] = []  # of states that have been refused
+        self._losses: list[tuple[str, float]] = []  # of states that have been refused
         self._refusals: dict[str, str] = {}  # peer id -> why the last fetch got no state from it
         self._fetching: Future[StateManifest | None] | None = None
 
@@ -291,7 +291,7 @@ class Membership:
             self._asked = self._network.thread.begin(self._ask_for_positions())
         if self._asked and self._asked.done():
             live, self._asked = self._asked.result(), None
-        middle = median(positions(live) or [0.0])  # the median decides, so a minority has no effect
+        middle = median_low(positions(live) or [0.0])  # the median decides, so a minority has no effect, nor one of two
         if middle - progress <= self._network.spec.furthest:
             return []
 

@@ -55,7 +55,7 @@ class SimulatedPeer:
         self.peer_id = peer_id
         self.model = model
         self.inner = InnerStep(model, train, loss=loss_for(spec.data))
-        self.weights = Weights(FlatParameters(model), spec.outer)
+        self.weights = Weights(FlatParameters(model), spec.outer, seed=seed)
         self.steps = 0
         self.swaps: list[Swapped] = []
         self.metrics = Metrics()

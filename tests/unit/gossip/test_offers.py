@@ -200,3 +200,9 @@ def test_made_up_records_do_not_shrink_the_share_of_honest_peers(is_busy: bool) 
     for number in range(100):
         pairing.began(real[number % 4].peer_id, live, num_live=41)
     assert not any(pairing.shares.owes(peer.peer_id) for peer in real)
+
+
+def test_nobody_keeps_a_peer_from_looking_for_new_peers() -> None:
+    pairing = Pairing(random.Random(1))
+    pairing.refused("a", RefuseCode.BUSY, retry_after_s=3600.0, now_s=0.0)
+    assert pairing.wait_s(candidates("a"), 0.0) <= MOST_RETRY_S

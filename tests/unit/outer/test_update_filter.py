@@ -27,7 +27,7 @@ class Given:
     """A swap whose snapshot and half-differences are given."""
 
     def __init__(self, values: torch.Tensor, halves: torch.Tensor) -> None:
-        self.start, self.chunks = 0, [Chunk(0, SIZE, range(1))]
+        self.start, self.chunks = 0, [Chunk(0, len(values), range(1))]
         self.values, self._halves = values, halves
 
     def half_difference(self, index: int) -> torch.Tensor:
@@ -38,7 +38,7 @@ class Replica:
     """A filter of one tensor in one chunk, and the swaps that pass through it."""
 
     def __init__(self) -> None:
-        self.filter = UpdateFilter([SIZE], [(0, SIZE)])
+        self.filter = UpdateFilter([SIZE], [(0, SIZE)], seed=0)
         self.values = torch.zeros(SIZE)
         self.filter.begin(0, self.values)
 
@@ -150,6 +150,25 @@ def test_who_pulls_back_again_and_again_is_slowed_down(cosine: float, shrinks: b
     after = replica.filter.judge(given, "liar").values
     assert torch.allclose(after, halves * (update_filter.DRAG / -cosine if shrinks else 1.0), atol=1e-5)
     assert float(after @ vector(1.0)) >= -update_filter.DRAG * 0.4 - 1e-5
+
+
+@pytest.mark.parametrize("place", [slice(777, 778), slice(1, None, 16)], ids=["one number", "one in sixteen"])
+def test_a_liar_can_hide_nowhere_in_a_piece(place: slice) -> None:
+    values, random = torch.zeros(4096), torch.Generator().manual_seed(3)
+    judging = UpdateFilter([4096], [(0, 4096)], seed=0)
+    judging.begin(0, values)
+    lie, factors = torch.zeros(4096), list[float]()
+    lie[place] = 0.5 / len(lie[place]) ** 0.5
+    for number in range(16):
+        partner = ("one", "two", "three", "liar")[number % 4]
+        values += torch.randn(4096, generator=random) / 64
+        halves = lie if partner == "liar" else torch.randn(4096, generator=random) / 128
+        given: Any = Given(values.clone(), halves.clone())
+        after = judging.judge(given, partner).values
+        values += after
+        factors.append(float(after.norm() / halves.norm()))
+    assert min(factors[3::4][0], *factors[0::4], *factors[1::4], *factors[2::4]) > 0.8
+    assert max(factors[7::4]) < 0.6
 
 
 @given(sizes=st.lists(st.integers(0, 50), min_size=1), chunk=st.integers(1, 40))

@@ -127,6 +127,12 @@ def test_what_the_records_say_is_believed_without_a_call() -> None:
     assert not asked_of(Others(recorded=NEAR, told=FAR), is_told_stale=False)
 
 
+def test_one_of_two_peers_cannot_claim_that_the_swarm_is_far_ahead() -> None:
+    others = Others(recorded=NEAR, told=NEAR)
+    others.mates = lambda: [Candidate("honest", "", progress=NEAR), Candidate("liar", "", progress=1e9)]
+    assert not asked_of(others, is_told_stale=False)
+
+
 def test_who_is_reached_by_a_tunnel_alone_gives_its_state_to_the_thread_that_trains() -> None:
     others = Others(recorded=FAR, told=FAR)
     others.candidates = [Candidate("relayed", "", progress=FAR, can_be_called=False)]
