@@ -45,7 +45,7 @@ from noloco_p2p.testing.links import IDEAL
 OUT = Path(__file__).resolve().parents[1] / "results" / "liars.jsonl"
 CELL, PART = Cell("0.1M", "muon", "ours", "100", 0, 0.016), 0.5  # of the steps
 SEEDS = (0, 1)
-TRIALS = {OPEN: NO_LIMITS, "RADIUS 1.25": {"RADIUS": 1.25}, "PULL 0.5": {"PULL": 0.5}}
+TRIALS = {OPEN: NO_LIMITS, "PULL 0.15": {"PULL": 0.15}}
 ATTACKS = (Attack.CONSTANT, Attack.NOISE, *ADAPTIVE, Attack.FLIPPED, Attack.ECHO)
 
 
@@ -69,18 +69,14 @@ def cases() -> Iterator[Case]:
     for seed in SEEDS:
         for limits in ("", OPEN):
             yield Case(limits=limits, seed=seed)
-        for attack in ATTACKS:
-            yield Case(attack, num_liars=1, seed=seed)
-    for seed in SEEDS:
         for attack in ("", *reversed(ADAPTIVE)):
             yield Case(attack, num_honest=14, num_liars=3 * bool(attack), seed=seed)
-    for limits in ("", OPEN):
+        for attack in ATTACKS:
+            yield Case(attack, num_liars=1, seed=seed)
+    for limits in ("", *TRIALS):
         yield Case(has_own_texts=True, limits=limits)
-    for limits in TRIALS:
-        if limits != OPEN:
-            yield Case(limits=limits)
-        for attack in (Attack.DRIFT,) if limits == OPEN else (Attack.NOISE, Attack.FLIPPED, Attack.DRIFT):
-            yield Case(attack, num_liars=1, limits=limits)
+    for attack in ("", Attack.DRIFT, Attack.BACK):
+        yield Case(attack, num_honest=14, num_liars=3 * bool(attack), limits="PULL 0.15")
 
 
 class HostileSwarm(Swarm):

@@ -27,7 +27,6 @@ import math
 import secrets
 import threading
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Sequence
 
 import torch
@@ -37,7 +36,7 @@ from noloco_p2p.gossip.coder import Coding
 from noloco_p2p.gossip.exchange import Halves
 
 PARTNERS = 8  # whose half-differences give the radius
-REMEMBERED = 32  # partners whose pulls are remembered: after as many others, a liar is new again
+REMEMBERED = 32  # those whose pulls are remembered: after as many others, a liar is new again
 VOICES = 3  # partners without whose norms there is no median
 SKETCH = 256  # sums by which the movement of a piece is measured
 PULL_SKETCH = 64  # sums by which the pull of each partner is remembered; divides SKETCH
@@ -73,9 +72,8 @@ class UpdateFilter:
         self._is_waiting = is_waiting
         self._pieces = dict(zip((start for start, _ in chunks), pieces_of(sizes, chunks), strict=True))
         num_pieces = sum(map(len, self._pieces.values()))
-        self._norms = torch.full((REMEMBERED, num_pieces), torch.nan, dtype=torch.float32, device="cpu")
-        self._pulls = torch.full((REMEMBERED, num_pieces, PULL_SKETCH), torch.nan, dtype=torch.float32, device="cpu")
-        self._rows: OrderedDict[str, int] = OrderedDict()  # the row of each partner
+        self._norms = Memory(PARTNERS, num_pieces, 1)
+        self._pulls = Memory(REMEMBERED, num_pieces, PULL_SKETCH)
         # With a small tensor for each piece, allocated between large ones, the C library would keep as much free memory
         # as the model takes, in parts that are too small for the next chunk.
         self._mixed = torch.full((num_pieces, SKETCH), torch.nan, dtype=torch.float32, device="cpu")  # last mixing
@@ -97,7 +95,7 @@ class UpdateFilter:
 
         If `is_at_rest`, training is over, so this peer does not move any more.
         """
-        norms: dict[int, float] = {}  # of each piece, as it arrived
+        norms: list[float] = []  # of each piece, as it arrived
         sketches: list[tuple[int, Tensor, Tensor]] = []  # each piece, its values, and its half-differences
         num_clipped, factor, square, own_square, moved_square = 0, 1.0, 0.0, 0.0, 0.0
         with self._judging:
@@ -108,7 +106,7 @@ class UpdateFilter:
                 for (piece, place), middle in zip(pieces, self._medians(pieces), strict=True):
                     own = self._sketch(values, place)
                     radius = self._radius(piece, own, middle, is_at_rest=is_at_rest)
-                    norms[piece] = norm = float(torch.linalg.vector_norm(halves[place]))
+                    norms.append(norm := float(torch.linalg.vector_norm(halves[place])))
                     square += norm * norm
                     if norm > radius:
                         halves[place].mul_(radius / norm)
@@ -116,15 +114,13 @@ class UpdateFilter:
                     moved_square += min(norm, radius) ** 2
                     sketches.append((piece, own, self._sketch(halves, place)))
                 values.copy_(halves)
-            row = self._row_of(partner)
+            part = range(sketches[0][0], sketches[-1][0] + 1)  # the pieces of a slice are consecutive
             if not (is_at_rest or self._is_waiting):
-                factor = min(_within(self._pull(row, sketches), PULL), _within(-self._cosine(sketches), DRAG))
+                factor = min(_within(self._pull(partner, part, sketches), PULL), _within(-self._cosine(sketches), DRAG))
                 coding.values.mul_(factor)
                 moved_square *= factor**2
             self._note(sketches, factor)
-            self._norms[row, sketches[0][0] : sketches[-1][0] + 1] = torch.tensor(
-                [*norms.values()], dtype=torch.float32, device="cpu"
-            )
+            self._norms.put(partner, part, torch.tensor(norms, dtype=torch.float32, device="cpu")[:, None])
         num_elements = len(coding.values)
         return Halves(
             coding.values,
@@ -161,32 +157,18 @@ class UpdateFilter:
             path.copy_(moved if path[0].isnan() else path.lerp(moved, PATH_SMOOTHING))
             self._mixed[piece] = mixed
 
-    def _row_of(self, partner: str) -> int:
-        """Return the row of a partner, which becomes the newest one."""
-        row = self._rows.pop(partner, None)
-        if row is None:
-            row = self._rows.popitem(last=False)[1] if len(self._rows) == REMEMBERED else len(self._rows)
-            self._norms[row] = self._pulls[row] = torch.nan
-        self._rows[partner] = row
-        return row
-
     def _medians(self, pieces: Sequence[tuple[int, slice]]) -> list[float]:
         """Return the median norm of each piece, or NaN if fewer than `VOICES` partners have sent it."""
-        newest = [*self._rows.values()][-PARTNERS:] or [0]
-        norms = self._norms[newest, pieces[0][0] : pieces[-1][0] + 1]
-        has_voices = (~norms.isnan()).sum(dim=0) >= VOICES
-        return norms.nanmedian(dim=0).values.where(has_voices, torch.nan).tolist()
+        return self._norms.medians(range(pieces[0][0], pieces[-1][0] + 1))[:, 0].tolist()
 
-    def _pull(self, row: int, sketches: Sequence[tuple[int, Tensor, Tensor]]) -> float:
+    def _pull(self, partner: str, part: range, sketches: Sequence[tuple[int, Tensor, Tensor]]) -> float:
         """Return the cosine of a half-difference with what its partner alone has pulled to, and remember it."""
-        pulls = self._pulls[:, sketches[0][0] : sketches[-1][0] + 1]  # the pieces of a slice are consecutive
-        own = pulls[row].clone()
         new = torch.stack([halves for _, _, halves in sketches]).unflatten(1, (-1, PULL_SKETCH)).sum(dim=1)
-        num_known = int((~pulls[:, :, 0].isnan()).any(dim=1).sum())
-        alone = (own - pulls.nanmedian(dim=0).values).nan_to_num()  # where it has not pulled before, 0
-        pulls[row] = own.lerp(new, PULL_SMOOTHING).where(~own.isnan(), new)
+        own, middle = self._pulls.of(partner, part), self._pulls.medians(part)
+        self._pulls.put(partner, part, own.lerp(new, PULL_SMOOTHING).where(~own.isnan(), new))
+        alone = (own - middle).nan_to_num()  # 0 where it has not pulled before, or too few have
         length = float(alone.norm() * new.norm())
-        return float((alone * new).sum()) / length if num_known >= VOICES and length > 0 else 0.0
+        return float((alone * new).sum()) / length if length > 0 else 0.0
 
     def _radius(self, piece: int, own: Tensor, usual: float, *, is_at_rest: bool) -> float:
         moved = float(torch.linalg.vector_norm(own - self._mixed[piece]))
@@ -195,6 +177,41 @@ class UpdateFilter:
         reach = max(moved, self._movement[piece])
         radius = FIRST * reach if math.isnan(usual) else RADIUS * usual
         return self._scale * (radius if is_at_rest else min(radius, MOST * reach))
+
+
+class Memory:
+    """What the last `num` different partners have sent for each piece: `width` numbers from each."""
+
+    def __init__(self, num: int, num_pieces: int, width: int) -> None:
+        self._values = torch.full((num, num_pieces, width), torch.nan, dtype=torch.float32, device="cpu")
+        self._senders = torch.zeros((num, num_pieces), dtype=torch.int64, device="cpu")  # hashes
+        self._times = torch.zeros((num, num_pieces), dtype=torch.int64, device="cpu")
+        self._now = 0
+
+    def of(self, partner: str, part: range) -> Tensor:
+        """Return what a partner has sent last for these pieces, with shape (pieces, width): NaN where it has not."""
+        index, is_known = self._index(partner, part)
+        return self._values[index].where(is_known[:, None], torch.nan)
+
+    def put(self, partner: str, part: range, values: Tensor) -> None:
+        """Replace what a partner has sent before, or else what has been there for longest."""
+        index, _ = self._index(partner, part)
+        self._now += 1
+        self._values[index], self._senders[index], self._times[index] = values, hash(partner), self._now
+
+    def medians(self, part: range) -> Tensor:
+        """Return the medians for these pieces, with shape (pieces, width): NaN where fewer than `VOICES` have sent."""
+        values = self._values[:, part.start : part.stop]
+        has_voices = (~values.isnan()).sum(dim=0) >= VOICES
+        return values.nanmedian(dim=0).values.where(has_voices, torch.nan)
+
+    def _index(self, partner: str, part: range) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        """Return the place of a partner for each piece, and whether it is there."""
+        is_its = self._senders[:, part.start : part.stop] == hash(partner)
+        oldest = self._times[:, part.start : part.stop].argmin(dim=0)
+        is_known = is_its.any(dim=0)
+        places = is_its.byte().argmax(dim=0).where(is_known, oldest)
+        return (places, torch.arange(part.start, part.stop, device="cpu")), is_known
 
 
 def _within(cosine: float, limit: float) -> float:

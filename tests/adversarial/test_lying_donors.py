@@ -25,6 +25,7 @@ from torch import Tensor
 
 from noloco_p2p.cli.app import run
 from noloco_p2p.errors import Refused
+from noloco_p2p.gossip import frames
 from noloco_p2p.gossip.frames import FetchItem, FetchWant, RefuseCode, StateManifest, WantChunks
 from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.gossip.seams import Candidate, Transport
@@ -35,6 +36,7 @@ from noloco_p2p.peer_name import named
 from noloco_p2p.spec import OuterSpec, TrainerSpec, TrainSpec
 from noloco_p2p.trainer.model import build_model
 from noloco_p2p.trainer.start import load_start
+from noloco_p2p.transfer import donor, fetch
 from noloco_p2p.transfer.donor import describe_state, state_file_bytes
 from noloco_p2p.transfer.fetch import Admission, fetch_state
 
@@ -292,8 +294,12 @@ def test_a_newcomer_notices_false_weights_on_its_own_data(tmp_path: Path, caplog
     assert f"from {LIAR}: its loss on this peer's data is 9, but the median of the swarm is 2" in caplog.text
 
 
-def test_one_liar_does_not_count_as_four_while_honest_donors_are_busy(tmp_path: Path) -> None:
+def test_one_liar_does_not_count_as_four_while_honest_donors_are_busy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It ends every other upload after a chunk, so that it is asked again."""
+    for module in (frames, donor, fetch):
+        monkeypatch.setattr(module, "STATE_CHUNK_BYTES", 1 << 12)  # so that this small state has several chunks
     crowd = crowd_with(tmp_path, Lie(lambda weights: state_of(torch.randn_like(weights))), num_honest=3)
     crowd.candidates[:] = [replace(peer, loss=2.0) for peer in crowd.candidates]
     uploads = Counter[str]()

@@ -44,7 +44,7 @@ class Replica:
 
     def remember(self, partner: str, norm: float) -> None:
         """Remember that the half-differences of a partner had this norm."""
-        self.filter._norms[self.filter._row_of(partner), 0] = norm
+        self.filter._norms.put(partner, range(1), torch.tensor([[norm]]))
 
     def swap(self, partner: str, norm: float, *, is_at_rest: bool = False) -> float:
         """Return the norm of a partner's half-differences after the filter."""
