@@ -72,7 +72,7 @@ class BanList:
         return self._bans
 
     def ban(self, peer_id: str, reason: str, *, for_s: float, name: str = "") -> None:
-        """Ban a peer for `for_s` seconds. There are at most MAX_BANS bans, and the oldest ones end early.
+        """Ban a peer for `for_s` seconds. There are at most MAX_BANS bans, and those that would end first end early.
 
         Raises SettingsError if `peer_id` is not a valid peer id, or if the file cannot be written.
         """
@@ -81,7 +81,8 @@ class BanList:
         except ValueError:
             raise SettingsError(f"{peer_id!r} is not a peer id; `noloco status` and the log show peer ids") from None
         bans = {**self.all(), peer_id: Ban(reason, self._clock() + for_s, name)}
-        self._bans = dict(list(bans.items())[-MAX_BANS:])
+        # So bans of new identities, which last an hour, end none of the owner's, which last a week.
+        self._bans = dict(sorted(bans.items(), key=lambda item: item[1].until_s)[-MAX_BANS:])
         self._save()
 
     def lift(self, peer_id: str) -> bool:

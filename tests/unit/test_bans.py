@@ -72,6 +72,15 @@ def test_three_faults_within_minutes_are_out_for_an_hour(bans: BanList, clock: C
     assert not bans.why(A)
 
 
+def test_bans_of_strangers_end_no_ban_of_the_owner(bans: BanList, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("noloco_p2p.bans.MAX_BANS", 2)
+    bans.ban(A, "spams", for_s=7 * 86_400.0)
+    for name in ("x", "y", "z"):
+        bans.ban(identity_of(name).peer_id, "sends noise", for_s=3600.0)
+    assert bans.why(A)
+    assert len(bans.all()) == 2
+
+
 def test_faults_fade(bans: BanList, clock: Clock) -> None:
     for _ in range(50):
         bans.strike(A, "chunk 3 is damaged")
