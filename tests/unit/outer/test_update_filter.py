@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from noloco_p2p.gossip.units import Chunk
 from noloco_p2p.outer import update_filter
-from noloco_p2p.outer.update_filter import PARTNERS, PULL, RADIUS, VOICES, UpdateFilter, pieces_of
+from noloco_p2p.outer.update_filter import PARTNERS, PULL, RADIUS, VOICES, Memory, UpdateFilter, pieces_of
 
 SIZE = 100
 MOVED = 1.0  # the norm of this peer's own movement between two swaps
@@ -95,6 +95,17 @@ def test_liars_alone_cannot_widen_the_filter_beyond_its_upper_bound() -> None:
     assert replica.swap("liar-0", 1e6) == pytest.approx(MOST, rel=1e-4)
     unbounded = replica.swap("liar-1", 1e6, is_at_rest=True)
     assert unbounded == pytest.approx(RADIUS * 10 * MOST, rel=1e-4), "at rest, nobody moves"
+
+
+def test_partners_that_send_one_part_are_not_forgotten_because_of_those_that_send_another() -> None:
+    memory = Memory(PARTNERS, num_pieces=2, width=1)
+    for piece, norm, num in ((0, 1.0, VOICES), (1, 9.0, 10 * PARTNERS)):
+        for number in range(num):
+            memory.put(f"partner-{piece}-{number}", range(piece, piece + 1), torch.tensor([[norm]]))
+    for _ in range(PARTNERS):
+        memory.put("partner-0-0", range(1), torch.tensor([[5.0]]))
+    assert memory.medians(range(2)).flatten().tolist() == [1.0, 9.0]
+    assert memory.of("partner-0-0", range(2)).flatten().nan_to_num(-1.0).tolist() == [5.0, -1.0]
 
 
 class Pulls:
