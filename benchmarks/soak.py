@@ -95,15 +95,16 @@ class Soak:
         self.ticket = ""
 
     def run(self, seconds: float) -> None:
+        """Run for this time, or until a killed peer had a checkpoint, for at most five times as long."""
         self._start(0, write_spec(self.spec, self.folder))
         self.ticket = self._now(0).ticket
         for number in range(1, self.num_peers):
             self._start(number, self.ticket)
         for number in range(self.num_peers):
             self._now(number).report_where(lambda event: event["swaps"] > 0)
-        until_s = time.monotonic() + seconds
-        next_s = time.monotonic() + self.rng.expovariate(1 / self.mtbf_s)
-        while time.monotonic() < until_s:
+        began_s = time.monotonic()
+        next_s = began_s + self.rng.expovariate(1 / self.mtbf_s)
+        while time.monotonic() < began_s + seconds * (1 if self.checkpoints_read else 5):
             self._watch()
             if time.monotonic() >= next_s:
                 self._fault()

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median, median_low
+from statistics import median
 from typing import TypeVar
 
 from blake3 import blake3
@@ -73,8 +73,8 @@ class Admission:
 
     `layout` is that of this peer's own model. `live` returns the live peers in the directory. `check_file` checks a
     whole file, and raises CheckpointError with the reason. `loss_of` returns the loss of the state in a file on this
-    peer's own data, or for None that of its own weights, which it has trained if `has_own`. `losses` holds the donors
-    and losses of the states that have been refused for it since the last state was accepted, also in earlier fetches.
+    peer's own data, or for None that of its own weights, which it has trained if `has_own`. `losses` holds those of the
+    states that have been refused for it since the last state was accepted, also from earlier fetches.
     `refused` holds, by peer id, why a state was not fetched.
     """
 
@@ -88,7 +88,7 @@ class Admission:
         check_file: Callable[[Path], object],
         loss_of: Callable[[Path | None], float] | None = None,
         has_own: bool = False,
-        losses: list[tuple[str, float]] | None = None,
+        losses: list[float] | None = None,
     ) -> None:
         self.layout, self.num_elements = layout.digest(), layout.num_elements
         self.num_bytes = state_file_bytes(layout.num_elements, spec.outer)
@@ -108,30 +108,28 @@ class Admission:
         if found != (self.layout, self.num_elements, self.num_bytes, num_chunks):
             raise CorruptPayload("its state belongs to another model or has the wrong size")
 
-    async def check_state(self, path: Path, donor: str) -> None:
+    async def check_state(self, path: Path) -> None:
         """Raise CheckpointError if the state in a file is not valid, or much worse than those of the other peers.
 
         The loss of a state may be 0.5 nats above the median of the losses that live peers announce. If this peer's data
         is harder than that of the others, all states seem worse. So it may also be 0.5 nats above that of the weights
-        that this peer has trained, and, once three states of different donors have been refused (or of all that can
-        give one), above the lowest of their losses: liars can answer before all honest peers, which may be saving.
+        that this peer has trained, and, once three states have been refused, above the lowest of their losses: liars
+        can answer before all honest peers, which may be saving.
         """
         await asyncio.to_thread(self._check_file, path)
-        live, refused = self._live(), {peer_id for peer_id, _ in self._losses}
-        usual = [each.loss for each in live if each.loss is not None and math.isfinite(each.loss)]
+        usual = [each.loss for each in self._live() if each.loss is not None and math.isfinite(each.loss)]
         if not self._loss_of or not usual:
             return
         loss = await asyncio.to_thread(self._loss_of, path)
-        are_many = len(refused) >= min(NUM_ALIKE, sum(map(can_give, live))) and len(self._losses) >= NUM_ALIKE
-        alike = min(loss for _, loss in self._losses) if are_many else -math.inf
-        most = max(float(median_low(usual)), alike)
+        alike = min(self._losses) if len(self._losses) >= NUM_ALIKE else -math.inf
+        most = max(float(median(usual)), alike)
         if not loss <= most + MOST_ABOVE and self._has_own:
             most = max(most, await asyncio.to_thread(self._loss_of, None))
         if not loss <= most + MOST_ABOVE:
             if math.isfinite(loss):
-                self._losses.append((donor, loss))
+                self._losses.append(loss)
             raise CheckpointError(
-                f"its loss on this peer's data is {loss:.3g}, but the median of the swarm is {median_low(usual):.3g}"
+                f"its loss on this peer's data is {loss:.3g}, but the median of the swarm is {median(usual):.3g}"
             )
         self._losses.clear()
 
@@ -277,7 +275,7 @@ async def fetch_state(
                 raise PeerError("its last saved state is no newer than this peer's state")
             await admission.check_position(manifest.progress)
             await _fetch_chunks(transport, donor, manifest, kept, is_slow=is_slow, on_chunk=told, clock=clock)
-            await admission.check_state(target, donor.peer.peer_id)
+            await admission.check_state(target)
         except (CheckpointError, CorruptPayload) as error:
             log.warning("could not fetch the state from %s: %s", donor.peer.address, error)
             admission.refused[donor.peer.peer_id] = str(error)

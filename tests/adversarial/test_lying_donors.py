@@ -9,11 +9,10 @@ import asyncio
 import functools
 import json
 import struct
-from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
@@ -24,9 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from noloco_p2p.cli.app import run
-from noloco_p2p.errors import Refused
-from noloco_p2p.gossip import frames
-from noloco_p2p.gossip.frames import FetchItem, FetchWant, RefuseCode, StateManifest, WantChunks
+from noloco_p2p.gossip.frames import FetchItem, FetchWant, StateManifest
 from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.gossip.seams import Candidate, Transport
 from noloco_p2p.outer.flat import FlatParameters
@@ -36,7 +33,6 @@ from noloco_p2p.peer_name import named
 from noloco_p2p.spec import OuterSpec, TrainerSpec, TrainSpec
 from noloco_p2p.trainer.model import build_model
 from noloco_p2p.trainer.start import load_start
-from noloco_p2p.transfer import donor, fetch
 from noloco_p2p.transfer.donor import describe_state, state_file_bytes
 from noloco_p2p.transfer.fetch import Admission, fetch_state
 
@@ -292,42 +288,6 @@ def test_a_newcomer_notices_false_weights_on_its_own_data(tmp_path: Path, caplog
     assert asyncio.run(enter(crowd, tmp_path / "fetched", newer_than=-1.0, loss_of=loss_of))
     assert torch.equal(load_file(tmp_path / "fetched")["weights"], honest(0))
     assert f"from {LIAR}: its loss on this peer's data is 9, but the median of the swarm is 2" in caplog.text
-
-
-def test_one_liar_does_not_count_as_four_while_honest_donors_are_busy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It ends every other upload after a chunk, so that it is asked again."""
-    for module in (frames, donor, fetch):
-        monkeypatch.setattr(module, "STATE_CHUNK_BYTES", 1 << 12)  # so that this small state has several chunks
-    crowd = crowd_with(tmp_path, Lie(lambda weights: state_of(torch.randn_like(weights))), num_honest=3)
-    crowd.candidates[:] = [replace(peer, loss=2.0) for peer in crowd.candidates]
-    uploads = Counter[str]()
-
-    def served(peer_id: str, whole: Callable[[FetchWant], AsyncGenerator[FetchItem]]) -> object:
-        async def serve(want: FetchWant) -> AsyncGenerator[FetchItem]:
-            uploads[peer_id] += isinstance(want, WantChunks)
-            if peer_id != LIAR and uploads[LIAR] < 12:
-                raise Refused("I am busy", code=RefuseCode.BUSY.name)
-            async for item in whole(want):
-                yield item
-                if isinstance(want, WantChunks) and peer_id == LIAR and uploads[LIAR] % 2:
-                    return
-
-        return serve
-
-    for peer in crowd.candidates:
-        service = cast(Donor, crowd.network.service(peer.peer_id))
-        monkey: Any = service
-        monkey.on_fetch = served(peer.peer_id, service.on_fetch)
-    states = [honest(seed) for seed in range(3)]
-
-    def loss_of(path: Path | None) -> float:
-        assert path
-        return 2.1 if any(torch.equal(load_file(path)["weights"], each) for each in states) else 9.0
-
-    assert asyncio.run(enter(crowd, tmp_path / "fetched", newer_than=-1.0, loss_of=loss_of))
-    assert any(torch.equal(load_file(tmp_path / "fetched")["weights"], each) for each in states)
 
 
 def test_a_newcomer_whose_data_is_harder_takes_the_fourth_honest_state(tmp_path: Path) -> None:
