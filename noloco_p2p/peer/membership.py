@@ -68,7 +68,7 @@ class Membership:
         self._asked: Future[Sequence[Candidate]] | None = None
         self._loss_of: Callable[[Path | None], float] | None = None
         self._has_model = Event()  # from `enter` on
-        self._losses: list[tuple[str, float]] = []  # of states that have been refused
+        self._losses: list[float] = []  # of states that have been refused
         self._refusals: dict[str, str] = {}  # peer id -> why the last fetch got no state from it
         self._fetching: Future[StateManifest | None] | None = None
 
