@@ -13,6 +13,8 @@ import logging
 import random
 import signal
 import string
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -125,15 +127,27 @@ def loss_of(model: nn.Module, home: Path) -> float:
     return evaluate_loss(model, batches)
 
 
+@contextmanager
+def paused(peer: PeerProcess) -> Iterator[None]:
+    """Pause a peer that would know its own chats by heart before others, who have different ones, have started."""
+    assert peer.ticket
+    assert noloco("pause", "--state-dir", peer.folder).returncode == 0
+    yield
+
+
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft makes transformers raise it
 def test_people_with_different_chats_make_an_adapter_that_nobody_makes_alone(home: Path, tmp_path: Path) -> None:
     often = ("--save-every-s", "2")
     spec, other = write_spec(home, "together"), [*often, *bindings(home, "other")]
     with (
         PeerProcess(spec, tmp_path / "a", *often, *bindings(home, "one")) as a,
+        paused(a),
         PeerProcess(a.ticket, tmp_path / "b", *other) as b,
     ):
         with PeerProcess(a.ticket, tmp_path / "c", *other) as c:
+            for peer in (b, c):
+                peer.event("started")
+            assert noloco("resume", "--state-dir", a.folder).returncode == 0
             c.swap_with(a)
             c.report_where(lambda event: event["step"] > DEATH_STEP)
             c.send(signal.SIGKILL)
