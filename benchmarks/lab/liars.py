@@ -45,7 +45,8 @@ from noloco_p2p.testing.links import IDEAL
 OUT = Path(__file__).resolve().parents[1] / "results" / "liars.jsonl"
 CELL, PART = Cell("0.1M", "muon", "ours", "100", 0, 0.016), 0.5  # of the steps
 SEEDS = (0, 1)
-TRIALS = {OPEN: NO_LIMITS, "PULL 0.15": {"PULL": 0.15}}
+NARROW = "PULL 0.15"
+TRIALS = {OPEN: NO_LIMITS, NARROW: {"PULL": 0.15}}
 ATTACKS = (Attack.CONSTANT, Attack.NOISE, *ADAPTIVE, Attack.FLIPPED, Attack.ECHO)
 
 
@@ -76,7 +77,7 @@ def cases() -> Iterator[Case]:
     for limits in ("", *TRIALS):
         yield Case(has_own_texts=True, limits=limits)
     for attack in ("", Attack.DRIFT, Attack.BACK):
-        yield Case(attack, num_honest=14, num_liars=3 * bool(attack), limits="PULL 0.15")
+        yield Case(attack, num_honest=14, num_liars=3 * bool(attack), limits=NARROW)
 
 
 class HostileSwarm(Swarm):

@@ -43,7 +43,6 @@ RULES = ("diloco", "diloco-nesterov", "ddp", "local", "streaming")
 # (alpha, beta) of the NoLoCo paper's baseline, and of DiLoCo (arXiv 2311.08105).
 OUTER_STEPS = {"diloco": (0.3, 0.7), "diloco-nesterov": (0.9, 0.7)}
 INT4_BLOCK = 64
-PLOTTED = 20  # points of a curve
 
 
 class Rule(Protocol):
@@ -384,7 +383,7 @@ def main() -> None:
         if args.replicas < 1:
             raise SettingsError(f"--replicas must be at least 1, but it is {args.replicas}")
         links, churn = parse_links(args.link.split(",")), Churn(absent=args.absent)
-        plan = Plan(args.replicas, args.seed, links=links, churn=churn, evaluations=PLOTTED if args.plot else 4)
+        plan = Plan(args.replicas, args.seed, links=links, churn=churn, evaluations=plot.POINTS if args.plot else 4)
         spec, rules, results = TrainerSpec.load(args.spec), args.rules.split(","), list[Result]()
         for rule in rules:  # a wrong name must not be found after hours
             find_rule(rule, spec)

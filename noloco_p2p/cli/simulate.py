@@ -11,8 +11,7 @@ import typer
 from noloco_p2p.cli.options import Changes, parse_changes, takes_settings
 from noloco_p2p.errors import SettingsError
 from noloco_p2p.settings import PeerSettings
-
-POINTS = 20  # of a curve
+from noloco_p2p.simulate.plot import POINTS
 
 
 @takes_settings("data", "models")

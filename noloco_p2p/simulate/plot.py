@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from noloco_p2p.errors import SettingsError
-from noloco_p2p.simulate.result import Result
+
+if TYPE_CHECKING:
+    from noloco_p2p.simulate.result import Result
+
+POINTS = 20  # of a curve, after the one at the start
 
 
 def check(folder: Path) -> None:

@@ -13,8 +13,7 @@ import logging
 import random
 import signal
 import string
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -127,24 +126,17 @@ def loss_of(model: nn.Module, home: Path) -> float:
     return evaluate_loss(model, batches)
 
 
-@contextmanager
-def paused(peer: PeerProcess) -> Iterator[None]:
-    """Pause a peer that would know its own chats by heart before others, who have different ones, have started."""
-    assert peer.ticket
-    assert noloco("pause", "--state-dir", peer.folder).returncode == 0
-    yield
-
-
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft makes transformers raise it
 def test_people_with_different_chats_make_an_adapter_that_nobody_makes_alone(home: Path, tmp_path: Path) -> None:
     often = ("--save-every-s", "2")
     spec, other = write_spec(home, "together"), [*often, *bindings(home, "other")]
-    with (
-        PeerProcess(spec, tmp_path / "a", *often, *bindings(home, "one")) as a,
-        paused(a),
-        PeerProcess(a.ticket, tmp_path / "b", *other) as b,
-    ):
-        with PeerProcess(a.ticket, tmp_path / "c", *other) as c:
+    with ExitStack() as peers:
+        a = peers.enter_context(PeerProcess(spec, tmp_path / "a", *often, *bindings(home, "one")))
+        ticket = a.ticket
+        # It would know its own chats by heart before the others, who have different ones, have started.
+        assert noloco("pause", "--state-dir", a.folder).returncode == 0
+        b = peers.enter_context(PeerProcess(ticket, tmp_path / "b", *other))
+        with PeerProcess(ticket, tmp_path / "c", *other) as c:
             for peer in (b, c):
                 peer.event("started")
             assert noloco("resume", "--state-dir", a.folder).returncode == 0
@@ -152,16 +144,16 @@ def test_people_with_different_chats_make_an_adapter_that_nobody_makes_alone(hom
             c.report_where(lambda event: event["step"] > DEATH_STEP)
             c.send(signal.SIGKILL)
             c.wait()
-        with PeerProcess(a.ticket, tmp_path / "c", *other) as c:
+        with PeerProcess(ticket, tmp_path / "c", *other) as c:
             assert c.event("started")["resumed_at"] > 0
             c.swap_with(a)
             for peer in (a, b, c):
                 peer.event("finished")
             model = bindings(home, "one")[-2:]
-            found = noloco("export", "--merge", a.ticket, tmp_path / "merged", "--adapters", *model)
+            found = noloco("export", "--merge", ticket, tmp_path / "merged", "--adapters", *model)
             assert found.returncode == 0, found.stderr
             assert "the mean of 3 peers" in found.stdout
-            whole = noloco("export", "--merge", a.ticket, tmp_path / "whole", *model)
+            whole = noloco("export", "--merge", ticket, tmp_path / "whole", *model)
             assert whole.returncode == 0, whole.stderr
     together = evaluated(home, a, b, c)
     with (

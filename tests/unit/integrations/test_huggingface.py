@@ -13,6 +13,7 @@ import torch
 from accelerate.utils import DistributedType
 from harness.patience import PATIENCE_S, PATIENT
 from harness.specs import FP32, published
+from outer_states import check_same
 from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.utils.data import Dataset
@@ -141,12 +142,7 @@ def test_a_checkpoint_of_the_trainer_goes_on_with_the_same_bits(tmp_path: Path, 
     again.train(resume_from_checkpoint=str(tmp_path / "trainer" / "checkpoint-3"))
     assert rest.outer.num_steps == whole.outer.num_steps == 8
     assert_same(weights(again.model), weights(trainer.model))
-    states = [callback.outer.state_dict() for callback in (whole, rest)]
-    for state in states:
-        del state["place"]["metrics"]  # which have durations
-    for name, value in states[0].items():
-        other = states[1][name]
-        assert torch.equal(value, other) if isinstance(value, Tensor) else value == other, name
+    check_same(whole.outer, rest.outer)
 
 
 def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path: Path, swarm: MemorySwarm) -> None:

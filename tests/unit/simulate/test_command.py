@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from noloco_p2p.cli.app import run
-from noloco_p2p.cli.simulate import POINTS
 from noloco_p2p.presets import render
+from noloco_p2p.simulate.plot import POINTS
 from noloco_p2p.spec import DataSpec, EvaluateSpec, ModelSpec, TrainerSpec
 
 SPEC = TrainerSpec(
