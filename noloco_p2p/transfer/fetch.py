@@ -64,7 +64,7 @@ POSITION_S = 5.0  # the time that each peer has to answer
 DIGEST_BYTES = 32
 # A donor's state is older than the losses that peers announce, and a newcomer has other data. Random weights are worse.
 MOST_ABOVE = 0.5  # nats
-NUM_ALIKE = 3  # states that have been refused for their loss before another one like the best of them is accepted
+NUM_ALIKE = 3  # states that are refused for their loss before another one like the best of them is accepted
 KEPT_FOR_S = 3600.0  # after that, the chunks would be too old to be combined with new ones
 
 
@@ -114,18 +114,20 @@ class Admission:
         The loss of a state may be 0.5 nats above the median of the losses that live peers announce. If this peer's data
         is harder than that of the others, all states seem worse. So it may also be 0.5 nats above that of the weights
         that this peer has trained, and, once three states have been refused, above the lowest of their losses: liars
-        can answer before all honest peers, which may be saving.
+        can answer before all honest peers, which may be saving. A newcomer does not wait for three if fewer other peers
+        could give one.
         """
         await asyncio.to_thread(self._check_file, path)
-        usual = [each.loss for each in self._live() if each.loss is not None and math.isfinite(each.loss)]
+        live = self._live()
+        usual = [each.loss for each in live if each.loss is not None and math.isfinite(each.loss)]
         if not self._loss_of or not usual:
             return
         loss = await asyncio.to_thread(self._loss_of, path)
-        alike = min(self._losses) if len(self._losses) >= NUM_ALIKE else -math.inf
-        most = max(float(median(usual)), alike)
+        enough = NUM_ALIKE if self._has_own else min(NUM_ALIKE, sum(map(can_give, live)) - 1)
+        most = max(float(median(usual)), min(self._losses, default=loss) if len(self._losses) >= enough else -math.inf)
         if not loss <= most + MOST_ABOVE and self._has_own:
             most = max(most, await asyncio.to_thread(self._loss_of, None))
-        if not loss <= most + MOST_ABOVE:
+        if not (math.isfinite(loss) and loss <= most + MOST_ABOVE):
             if math.isfinite(loss):
                 self._losses.append(loss)
             raise CheckpointError(

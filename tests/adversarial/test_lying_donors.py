@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import math
 import struct
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, replace
@@ -290,11 +291,30 @@ def test_a_newcomer_notices_false_weights_on_its_own_data(tmp_path: Path, caplog
     assert f"from {LIAR}: its loss on this peer's data is 9, but the median of the swarm is 2" in caplog.text
 
 
-def test_a_newcomer_whose_data_is_harder_takes_the_fourth_honest_state(tmp_path: Path) -> None:
-    crowd = crowd_with(tmp_path, LIES["nan"])
-    crowd.candidates[:] = [replace(peer, loss=2.0) for peer in crowd.candidates if peer.peer_id != LIAR]
+@pytest.mark.parametrize(("num_honest", "taken"), [(1, 0), (2, 1), (NUM_HONEST, 3)])
+def test_a_newcomer_whose_data_is_harder_takes_the_last_or_the_fourth_honest_state(
+    num_honest: int, taken: int, tmp_path: Path
+) -> None:
+    crowd = crowd_with(tmp_path, None, num_honest=num_honest)
+    crowd.candidates[:] = [replace(peer, loss=2.0) for peer in crowd.candidates]
     assert asyncio.run(enter(crowd, tmp_path / "fetched", newer_than=-1.0, loss_of=lambda path: 5.0))
-    assert torch.equal(load_file(tmp_path / "fetched")["weights"], honest(3))
+    assert torch.equal(load_file(tmp_path / "fetched")["weights"], honest(taken))
+
+
+def test_a_peer_takes_no_state_far_worse_than_its_own_weights_from_the_only_donor(tmp_path: Path) -> None:
+    crowd = crowd_with(tmp_path, None, num_honest=1)
+    crowd.candidates[:] = [replace(peer, loss=2.0) for peer in crowd.candidates]
+
+    def loss_of(path: Path | None) -> float:
+        return 5.0 if path else 3.0
+
+    assert asyncio.run(enter(crowd, tmp_path / "fetched", newer_than=0.0, loss_of=loss_of, has_own=True)) is None
+
+
+def test_a_loss_that_overflows_convinces_nobody(tmp_path: Path) -> None:
+    crowd = crowd_with(tmp_path, None, num_honest=1)
+    crowd.candidates[:] = [replace(peer, loss=2.0) for peer in crowd.candidates]
+    assert asyncio.run(enter(crowd, tmp_path / "fetched", newer_than=-1.0, loss_of=lambda path: math.inf)) is None
 
 
 @pytest.mark.parametrize(("own", "taken"), [(4.6, 0), (4.0, 3)])
