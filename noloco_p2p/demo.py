@@ -260,7 +260,7 @@ class Demo:
         self.doing = "training" if any(peer.has_begun for peer in self.peers) else "starting the peers"
         if all(peer.is_done for peer in self.peers):
             self.doing = "all peers are done"
-        if self._trains_since is None and self.done:
+        if self._trains_since is None and self.done and all(peer.metrics or peer.is_done for peer in self.peers):
             self._trains_since = time.monotonic(), self.done
 
     @property
@@ -271,10 +271,11 @@ class Demo:
     def done(self) -> int:
         """The position of the slowest peer, or of the slowest head of a pipeline, in the schedule, as inner steps.
 
-        A peer that starts late begins where the others are.
+        Peers that have not reported yet do not count, because they begin where the others are.
         """
-        heads = [peer for peer in self.peers if not peer.stage]
-        return int(self.num_steps * min(1.0 if each.is_done else each.metrics.get("progress", 0.0) for each in heads))
+        heads = [peer for peer in self.peers if not peer.stage and (peer.metrics or peer.is_done)]
+        positions = [1.0 if each.is_done else each.metrics.get("progress", 0.0) for each in heads]
+        return int(self.num_steps * min(positions, default=0.0))
 
     @property
     def left_s(self) -> float | None:

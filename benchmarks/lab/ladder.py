@@ -91,7 +91,8 @@ SIZES = {
     "16M": Size(384, 9, 6, 1024, 512, 128, 1, 0),
     "113M": Size(768, 16, 12, 2048, 1024, 192, 1, 0),
 }
-AT_ALL_LINKS = "0.3M"  # the size at which all questions are asked
+AT_ALL_LINKS = "0.1M"  # the size at which all questions are asked
+OF_ADAMW = ("ddp", "diloco-30", "streaming-30", "ours")  # the rules that AdamW is tried with
 FLOPS_PER_S = 5e10  # of one thread of the CPUs in results/ladder.txt, beside other work; for `--minutes`
 RATES = {"muon": (0.004, 0.008, 0.016, 0.032), "adamw": (0.004, 0.008, 0.016)}  # of the tuning
 # The settings that the tuning tries for each rule: (rule of rules.py, or "swarm"; inner steps; outer alpha and beta).
@@ -134,9 +135,9 @@ class Cell:
 
 def tuning() -> Iterator[Cell]:
     for optimizer in ("muon", "adamw"):
-        for rule, (_, _, outers) in RULES.items():
+        for rule in RULES if optimizer == "muon" else OF_ADAMW:
             for rate in RATES[optimizer]:
-                for alpha, beta in outers:
+                for alpha, beta in RULES[rule][2]:
                     yield Cell("0.1M", optimizer, rule, _tuned_on(rule), 0, rate, alpha, beta)
 
 

@@ -112,6 +112,13 @@ def test_a_clock_that_is_set_between_two_starts_confuses_nobody(
         assert peer.has_begun
 
 
+def test_a_peer_that_has_not_reported_yet_holds_no_progress_back(tmp_path: Path) -> None:
+    demo = Demo(tmp_path, num_peers=3, num_steps=400)
+    assert demo.done == 0
+    demo.peers[0].metrics, demo.peers[1].metrics = {"progress": 0.5}, {"progress": 0.25}
+    assert demo.done == 100
+
+
 class Puppet(DemoPeer):
     """A peer that is back as soon as it restarts."""
 
