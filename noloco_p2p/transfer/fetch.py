@@ -127,7 +127,7 @@ class Admission:
         most = max(float(median(usual)), min(self._losses, default=loss) if len(self._losses) >= enough else -math.inf)
         if not loss <= most + MOST_ABOVE and self._has_own:
             most = max(most, await asyncio.to_thread(self._loss_of, None))
-        if not (math.isfinite(loss) and loss <= most + MOST_ABOVE):
+        if not loss <= most + MOST_ABOVE or loss == math.inf:
             if math.isfinite(loss):
                 self._losses.append(loss)
             raise CheckpointError(
