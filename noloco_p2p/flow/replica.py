@@ -173,9 +173,9 @@ class Replica(Node[Visit]):
         id, ticket = visit.id, visit.ticket
         async with visit.begin():
             if not slot.done():
-                self._links.send(visit.upstream, Credit(id, has_room=False))
+                self._credit(visit, has_room=False)
                 await slot
-            self._links.send(visit.upstream, Credit(id, has_room=True))
+            self._credit(visit, has_room=True)
             await visit.has_arrived.wait()
             forward = visit.forward
             assert forward
@@ -183,6 +183,10 @@ class Replica(Node[Visit]):
             payload = await self._compute(Task(Kind.FORWARD, id, forward.payload, is_training=ticket.is_training))
             visit.step = self.num_steps
             return await self._beyond(visit, payload)
+
+    def _credit(self, visit: Visit, *, has_room: bool) -> None:
+        if visit.upstream:
+            self._links.send(visit.upstream, Credit(visit.id, has_room=has_room))
 
     def _note_computed(self, task: Task) -> None:
         if task.kind is Kind.BACKWARD:

@@ -222,6 +222,10 @@ class ReplicaBench(Bench):
         self.neighbours("x", "y")
         self.node.start()
 
+    def want_and_close(self, peer: str, id: str) -> None:
+        self.node.received(peer, want(id))
+        self.closed(peer)
+
     def list(self, head: str) -> None:
         self.listed.add(head)
 

@@ -76,6 +76,8 @@ a want expires with its microbatch
 a credit expires with its microbatch
     begin 1 4 1; want a h.1 0 5 -> credit a h.1; want b h.2 -> wait b h.2; at 6 -> lost a h.1, credit b h.2;
     forward a h.1 -> drop a h.1
+a want whose stream closes at once is not answered
+    begin 1 4 1; want_and_close a h.1 -> nothing; is_idle -> yes; want b h.2 -> credit b h.2
 a microbatch waits with one upstream neighbour alone
     FULL; want a h.3 -> wait a h.3; want b h.3 -> drop b h.3
 a damaged forward gives its room back
