@@ -1,0 +1,171 @@
+"""Compare a pipeline with whole models, at a batch from which the whole model learns as well as from smaller ones.
+
+    python benchmarks/lab/stages.py run [--only pipeline] [--minutes 5]     adds cells to results/stages.jsonl
+    python benchmarks/lab/stages.py table                                   what is done, as in results/stages.txt
+
+Four heads, or four peers with the whole model, train on 2.5M tokens of corpus.py. First, whole models try batches and
+rates. The pipeline has 3 stages of 4 replicas, and the batch and the rate at which whole models end lowest, if that is
+the largest batch within 1 % of the best.
+
+Times are those of a model of width 4,096 with 1B parameters per stage, on GPUs with 60 TFLOP/s and microbatches of 512
+tokens: a replica computes 14.6 of them per second, and sends one in 0.17 s at 100 Mbit/s. Here, a microbatch is one
+sequence of 64 tokens of 66 bytes, so a link of 0.2 Mbit/s takes as long. A stage sends all its weights in the time of
+about two steps, so peers swap at every second step, and whole ones as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from corpus import CACHE, make
+from ladder import HELD_OUT, read
+from swarm import run_swarm
+
+from noloco_p2p.flow.frames import Backward, Forward, Frame
+from noloco_p2p.simulate.material import Material
+from noloco_p2p.simulate.plan import Plan, parse_links
+from noloco_p2p.simulate.stage_result import simulate_stages
+from noloco_p2p.simulate.staged import StagedPlan, StageNode, staged
+from noloco_p2p.spec import TrainerSpec
+
+OUT = Path(__file__).resolve().parents[1] / "results" / "stages.jsonl"
+HEADS, STAGES, LENGTH, TOKENS = 4, 3, 64, 4 * 32 * 64 * 300
+BATCHES, RATES = (8, 16, 32), (0.008, 0.016, 0.032)
+NEAR = 1.01  # the largest loss of a batch that counts as good, relative to the best
+LINKS = {"100 Mbit/s, 50 ms": "0.2mbit-50ms", "1 Gbit/s, 5 ms": "2mbit-5ms"}
+SEQUENCE_S = 6 * STAGES / (8 * 14.6)  # compute of a sequence, forward and backward, without recomputation
+SLOW, FAST = LINKS
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    kind: str  # "whole" or "pipeline"
+    batch: int  # sequences of a replica or a head in a step
+    rate: float
+    link: str = SLOW
+    lost: float = 0.0  # share of the activations and gradients that are lost on their way
+    gossips: bool = True
+    seed: int = 1
+
+    @property
+    def steps(self) -> int:
+        return TOKENS // (HEADS * LENGTH * self.batch)
+
+
+def cells(found: list[dict[str, Any]]) -> Iterator[Cell]:
+    """Yield the cells of whole models, and, once they are done, those of pipelines."""
+    whole = [Cell("whole", batch, rate) for batch in BATCHES for rate in RATES]
+    yield from whole
+    losses = {cell_of(row): row["loss"] for row in found}
+    if not all(cell in losses for cell in whole):
+        return
+    good = [cell for cell in whole if losses[cell] <= NEAR * min(losses[each] for each in whole)]
+    batch = max(cell.batch for cell in good)
+    best = replace(min((cell for cell in good if cell.batch == batch), key=losses.__getitem__), kind="pipeline")
+    yield best
+    yield replace(best, link=FAST)
+    yield replace(best, lost=0.01)
+    yield replace(best, gossips=False)
+
+
+def cell_of(row: dict[str, Any]) -> Cell:
+    return Cell(**{name: row[name] for name in Cell.__dataclass_fields__})
+
+
+def spec_of(cell: Cell) -> TrainerSpec:
+    values = {
+        "name": "stages",
+        "model": {"hidden_size": 64, "num_layers": STAGES, "num_heads": 4, "mlp_size": 172, "parameter_seeds": True},
+        "data": {"source": "text", "sequence_length": LENGTH},
+        "train": {
+            "total_steps": cell.steps,
+            "warmup_steps": cell.steps // 10,
+            "batch_size": cell.batch,
+            "learning_rate": cell.rate,
+            "inner_optimizer": "muon",
+        },
+        "outer": {"min_inner_steps": 2},
+        "evaluate": {"num_sequences": HELD_OUT},
+    }
+    return TrainerSpec.from_dict(values, origin="the lab")
+
+
+def run(cell: Cell) -> dict[str, Any]:
+    began_s, spec, links = time.monotonic(), spec_of(cell), parse_links([LINKS[cell.link]])
+    text, step_s = {"text": make(CACHE)}, cell.batch * SEQUENCE_S
+    if cell.kind == "whole":
+        plan = Plan(HEADS, cell.seed, step_s, links=links, evaluations=1)
+        result = run_swarm(Material.of(spec, text, seed=cell.seed), plan)
+        told = {"loss": result.loss, "merged_loss": result.merged_loss}
+    else:
+        material = Material.of(staged(spec, STAGES), text, seed=cell.seed)
+        pipeline = StagedPlan((HEADS,) * STAGES, cell.seed, step_s, links=(links,), gossips=cell.gossips, evaluations=1)
+        found = simulate_stages(material, pipeline, on_made=lambda nodes: lose(nodes, cell.lost))
+        late = [stage.late_share for stage in found.stages]
+        told = {
+            "loss": found.loss,
+            "merged_loss": found.merged_loss,
+            "late": late,
+            "lost_microbatches": found.num_lost / (found.num_lost + found.num_done),
+            "of_predicted": found.tokens_per_s / found.predicted_tokens_per_s,
+            "tokens_per_s": found.tokens_per_s,
+        }
+    return {**asdict(cell), "steps": cell.steps, **told, "wall_s": time.monotonic() - began_s}
+
+
+def lose(nodes: list[StageNode], share: float) -> None:
+    """Lose this share of the activations and gradients that arrive."""
+    rng = random.Random("lost")
+    for node in nodes:
+
+        def arrives(sender: StageNode, frame: Frame | None, arrive: Any = node._arrive) -> None:
+            if not (isinstance(frame, Forward | Backward) and rng.random() < share):
+                arrive(sender, frame)
+
+        node._arrive = arrives
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    lines = ["             batch    rate  loss    merged  late             lost   of predicted tokens/s"]
+    for row in found:
+        line = f"{row['kind']:12} {row['batch']:5} {row['rate']:7.3f}  {row['loss']:.4f}  {row['merged_loss']:.4f}"
+        if row["kind"] == "pipeline":
+            late = " ".join(f"{100 * share:3.0f} %" for share in row["late"])
+            line += f"  {late}  {100 * row['lost_microbatches']:4.1f} %  {100 * row['of_predicted']:3.0f} %"
+            line += f"  {row['link']}" + ", messages lost" * bool(row["lost"]) + ", no swaps" * (not row["gossips"])
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("run", "table"))
+    parser.add_argument("--only", default="", help="part of a cell's text")
+    parser.add_argument("--minutes", type=float, default=1e9, help="begin no cell after this time")
+    parser.add_argument("--share", default="0/1", metavar="K/N", help="every Nth of the cells, from the Kth on")
+    parser.add_argument("--out", type=Path, default=OUT)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    until_s = time.monotonic() + 60 * arguments.minutes
+    if arguments.what == "table":
+        print(table(read(arguments.out)))
+        return
+    first, num = map(int, arguments.share.split("/"))
+    for cell in [each for each in cells(read(arguments.out)) if arguments.only in str(each)][first::num]:
+        if time.monotonic() < until_s and cell not in map(cell_of, read(arguments.out)):
+            row = run(cell)
+            with arguments.out.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+            print(f"{row['loss']:.4f} {row['wall_s']:.0f} s {cell}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
