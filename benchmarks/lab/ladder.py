@@ -37,13 +37,16 @@ from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from attacks import NO_LIMITS
 from corpus import CACHE, make
 from rules import Lockstep
 from stack import products_of
 from swarm import run_swarm
 
+from noloco_p2p.outer import update_filter
 from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.plan import Churn, Plan
 from noloco_p2p.spec import TrainerSpec
@@ -204,7 +207,9 @@ def run(cell: Cell, device: torch.device) -> dict[str, Any]:
     speeds = (0.5,) * num_slow + (1.0,) * (cell.replicas - num_slow)
     plan = Plan(cell.replicas, cell.seed, STEP_S, speeds, (link,), Churn(absent=cell.absent), evaluations=1)
     if kind == "swarm":
-        result = run_swarm(material, plan, limit_s=limit_s, claimed=CLAIMED)
+        limits = NO_LIMITS if cell.rule == "noloco-50" else {}  # the paper has no update filter
+        with patch.dict(vars(update_filter), limits):
+            result = run_swarm(material, plan, limit_s=limit_s, claimed=CLAIMED)
     else:
         result = Lockstep(material, plan, kind, limit_s=limit_s, claimed=CLAIMED, is_nesterov=cell.alpha > 0).run()
     told = {name: value for name, value in result.as_dict().items() if name not in ("rule", "curve")}
