@@ -176,7 +176,7 @@ def check_image(engine: Engine, image: str) -> None:
     say(f"  image {num_bytes / 1e6:.0f} MB")
     if unwanted := engine.once(image, UNWANTED).strip():
         raise Failed(f"the image contains files that should not be in it:\n{unwanted}")
-    say("  the image contains no compiler, pip, tests or package cache")
+    say("  the image contains no compiler, tests or package cache")
 
 
 def check_swarm(engine: Engine, image: str) -> None:
@@ -193,14 +193,14 @@ def check_swarm(engine: Engine, image: str) -> None:
     first = engine.start(
         "first", image, "join", "/run.toml", "--bootstrap", address, flags=(*spec, *threads, *first_state)
     )
-    ticket = first.wait_for(lambda s: s["rounds_here"] > 0, timeout_s=START_S, what="a round")["ticket"]
+    ticket = first.wait_for(lambda s: s["step"] > 0, timeout_s=START_S, what="a step")["ticket"]
     say(f"  first peer trains after {time.monotonic() - began_s:.1f} s")
 
     join = ("join", ticket)
     flags = (*threads, "--volume", f"{engine.volume('second')}:/state")
     second, joined_s = engine.start("second", image, *join, flags=flags), time.monotonic()
     swapped = second.wait_for(lambda s: s["swaps"] > 0, timeout_s=SWAP_S, what="a swap")
-    say(f"  second peer: {swapped['last_outcome']} {time.monotonic() - joined_s:.1f} s after docker run")
+    say(f"  second peer: a swap {time.monotonic() - joined_s:.1f} s after docker run")
     say(f"  second peer stopped in {second.stop():.1f} s, exit code 0")
 
     second, again_s = engine.start("second", image, *join, flags=flags), time.monotonic()

@@ -314,7 +314,7 @@ class PeerSettings(BaseModel):
         None, "With --stage, start from this checkpoint or exported model if no peer holds that stage."
     )
     max_memory: Annotated[str, _readable(parse_memory), Flag(metavar="SIZE", default="no limit")] = field(
-        "", "Maximum amount of main memory that this peer may use, for example 8GB."
+        "", "Refuse runs, and choose no stage, that need more main memory than this, for example 8GB."
     )
     run_key: AbsolutePath | None = field(
         None, "File with the key of a private run, written by `noloco init --private`."

@@ -54,7 +54,8 @@ def service(
 ) -> None:
     """Run a peer as a systemd service of this user. Its settings come from the settings file.
 
-    The service starts now and with this machine. Running the command again replaces it.
+    The service starts now and whenever this user logs in, or with this machine after `loginctl enable-linger`. Running
+    the command again replaces it.
     """
     target = entry.opened(run)
     check_access(target, settings)

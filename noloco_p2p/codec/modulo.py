@@ -14,7 +14,7 @@ partners detect a failure in the same chunk. The modulo and the shared dither co
 module adds the grid and the digest.
 
 The lowest 4 bits of each integer are sent first. If a chunk fails, bits 4 and 5 follow, and if it fails again, bits 6
-and 7 follow. A chunk that still fails is sent again without modulo coding. The number of bits therefore depends on the
+and 7 follow. A chunk that still fails is left out of the swap. The number of bits therefore depends on the
 actual distance rather than a prediction, and the grid need not be coarse as a precaution against large distances.
 
 The payload of a chunk of n elements consists of the residues, followed by the first 16 bytes of a blake3 hash. The hash

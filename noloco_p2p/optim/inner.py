@@ -87,7 +87,7 @@ def bitsandbytes(what: str) -> Any:
     try:
         import bitsandbytes
     except ImportError:
-        raise ModelError(f"{what} requires the package bitsandbytes: pip install 'noloco_p2p[lowmem]'") from None
+        raise ModelError(f"{what} requires the package bitsandbytes: pip install bitsandbytes") from None
     finally:
         log.setLevel(level)
     return bitsandbytes

@@ -261,7 +261,7 @@ class Peer:
     # what `noloco status`, `leave`, `pause` and `resume` ask for
 
     def status(self) -> dict[str, Any]:
-        """Return the content of `noloco status`. docs/operators.md explains each key."""
+        """Return the content of `noloco status`, whose main keys docs/operators.md explains."""
         net, status, now_s = self._network, self._network.status, time.monotonic()
         net.count()
         reach, headcount = net.reachability.verdict(), net.directory.headcount()

@@ -176,7 +176,7 @@ class Metrics:
     memory_bytes: int = _gauge(
         "bytes",
         "peak memory of the tensors on the accelerator since the start (on MPS, torch's current allocation; on a CPU, "
-        "the peak of the process)",
+        "the memory of the process now)",
         default=0,
     )
     data_wait_s: float = _gauge("s", "time that training waited for data during the steps that the loss covers")

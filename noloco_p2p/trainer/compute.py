@@ -154,7 +154,7 @@ def switch_on(model: nn.Module, compute: Compute, *, by_block: bool = False) -> 
         try:
             from liger_kernel.transformers import _apply_liger_kernel_to_instance as use  # pyright: ignore[reportMissingImports]
         except ImportError:
-            raise SettingsError("--liger requires the package liger-kernel: pip install 'noloco_p2p[fast]'") from None
+            raise SettingsError("--liger requires the package liger-kernel: pip install liger-kernel") from None
         use(model=model)  # pyright: ignore[reportArgumentType] - as transformers does; it replaces the forward function
     if compute.activation_checkpointing:
         layers = blocks(model)

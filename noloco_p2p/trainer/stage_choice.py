@@ -113,7 +113,7 @@ class StageNeeds:
             "the memory includes weights, gradients and moments, but not activations and swaps",
             f"for each token, a stage sends {forward} to the next stage and {back} to the previous one",
             *aligned(links, num_left=1),
-            "with the smallest batch (per replica and step), a link is busy 60 to 70 % of the time; the batch of this "
+            "with the smallest batch (per replica and step), a link is busy 54 to 72 % of the time; the batch of this "
             f"spec has {self.spec.train.batch_size * length:,} tokens",
             "use links with at least 1 Gbit/s and a delay of at most 5 ms; on slower links, stages learn less per "
             "token (docs/results.md)",
