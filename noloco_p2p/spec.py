@@ -308,7 +308,7 @@ class OuterSpec(Section):
     min_inner_steps: Positive | Literal["auto"] = field(
         "auto",
         "least number of inner steps from one swap to the next; "
-        '"auto" keeps the time for copying, coding and adding at 2 %',
+        '"auto" keeps the time that training loses by adding, and on a CPU by coding, at 2 %',
     )
     alpha: float = field(0.0, "fraction of the outer momentum kept in each outer step; the paper uses 0.5", ge=0, lt=1)
     beta: PositiveFloat = field(1.0, "coefficient of the outer gradient in the outer step; the paper uses 0.7")

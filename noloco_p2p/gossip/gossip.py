@@ -1,8 +1,8 @@
 """Swap slices with random live peers, one swap after another, on the network thread.
 
-While one swap uses the link, the next one finds its partner and gets its snapshot, so that the link is never idle. Only
-one swap of a peer moves at a time, in both directions: if a peer sent to one partner while another one sent to it, some
-peers would receive twice and others not at all.
+While one swap uses the link, the next one finds its partner, and gets its snapshot towards the end, so that the link is
+never idle. Only one swap of a peer moves at a time, in both directions: if a peer sent to one partner while another one
+sent to it, some peers would receive twice and others not at all.
 """
 
 from __future__ import annotations
