@@ -13,9 +13,9 @@ from torch import Tensor
 
 from noloco_p2p.gossip import service
 from noloco_p2p.gossip.exchange import Committed, Exchange
-from noloco_p2p.gossip.frames import Hello
+from noloco_p2p.gossip.frames import Chunk, Frame, Hello
 from noloco_p2p.gossip.gossip import Gossip
-from noloco_p2p.gossip.seams import INTERNET, Deadlines, Outside
+from noloco_p2p.gossip.seams import INTERNET, Deadlines, FrameStream, Outside
 from noloco_p2p.gossip.service import PeerService
 from noloco_p2p.gossip.swap import Counts
 from noloco_p2p.simulate.clock import InlineExecutor
@@ -28,6 +28,19 @@ SPEC = RunSpec(name="swarm")
 
 def profile(mbit_s: float, delay_ms: float = 10.0) -> LinkProfile:
     return LinkProfile(f"{mbit_s} Mbit/s", down_mbit_s=mbit_s, up_mbit_s=mbit_s, delay_ms=delay_ms, jitter_ms=0.0)
+
+
+class SlowStream:
+    """A stream that sends each chunk just before its partner's patience ends."""
+
+    def __init__(self, stream: FrameStream) -> None:
+        self._stream, self.peer = stream, stream.peer
+        self.receive, self.close = stream.receive, stream.close
+
+    async def send(self, frame: Frame) -> None:
+        if isinstance(frame, Chunk):
+            await asyncio.sleep(9.0)
+        await self._stream.send(frame)
 
 
 class Trainer:

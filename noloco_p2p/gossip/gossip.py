@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from statistics import median_low
 
 from noloco_p2p.errors import CorruptPayload, PeerError, Refused, TimedOut, Unreachable
-from noloco_p2p.gossip.coder import Coder
+from noloco_p2p.gossip.coder import Coder, Coding
 from noloco_p2p.gossip.exchange import Committed, Exchange
 from noloco_p2p.gossip.frames import FINAL, Accept, Frame, Offer, Refuse, RefuseCode, Standing, other_kind
 from noloco_p2p.gossip.pairing import Pairing
@@ -46,6 +46,7 @@ MOST_FURTHEST = 2  # times the distance at which an honest peer refuses; both tr
 # Times the usual duration of a swap: a longer one costs its partner as many credits. Half of it would also charge
 # honest partners with slower links.
 HELD_UP = 8
+LONGEST_S, LONGEST_STEPS = 600.0, 10  # time plus inner steps after which a swap ends; it should take about a step
 PARTNERS = 8  # whose last swaps say what is usual
 SWAP_ID_BYTES = 16
 REMEMBERED_ANSWERS = 256
@@ -442,7 +443,7 @@ class Gossip:
         try:
             if first:
                 await send_within(self._deadlines.offer_s, swap.stream, first, peer=swap.partner)
-            coding = await swap.run()
+            coding = await self._within_limit(swap)
             is_committed = True
             self.counts.swaps += 1
             halves = await swap.elsewhere(self._exchange.judge, coding, swap.partner)
@@ -476,6 +477,16 @@ class Gossip:
             if self._running:
                 self._running[0].first_s = min(self._running[0].first_s, self._free_since_s)
             await self._shared.tell_change()
+
+    async def _within_limit(self, swap: Swap) -> Coding:
+        """Run a swap. A partner that sends one chunk after another just in time cannot keep it open for hours."""
+        limit_s = None if self._outer.wait else LONGEST_S + LONGEST_STEPS * self._exchange.step_s
+        try:
+            async with asyncio.timeout(limit_s):
+                return await swap.run()
+        except TimeoutError:
+            self.link.elements_per_s /= 2  # perhaps its link has become slow, and slices are too long for it
+            raise TimedOut("the swap took far longer than an inner step", peer=swap.partner) from None
 
     def _failed(self, swap: Swap, error: PeerError) -> None:
         partner, now_s = swap.partner, self._loop.time()

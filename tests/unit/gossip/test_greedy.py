@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections import Counter
 
 import pytest
 from harness.hostile import GreedyGossip
-from harness.swap_swarm import Swarm, Trainer, profile
+from harness.swap_swarm import SlowStream, Swarm, Trainer, profile
 
-from noloco_p2p.gossip.frames import Chunk, Frame
 from noloco_p2p.gossip.gossip import Gossip
 from noloco_p2p.gossip.pairing import FAIR_SHARES, START, Shares
-from noloco_p2p.gossip.seams import FrameStream
 from noloco_p2p.simulate.clock import run_virtual
 from noloco_p2p.testing.memory import unchanged
 
@@ -60,19 +57,6 @@ def test_who_holds_others_up_is_a_partner_no_more(liar: type[Gossip]) -> None:
     assert after > 0.2 * before  # and without that charge, hardly any
     # It begins with credit for two swaps, and each takes the time of dozens of others.
     assert all(trainer.counts.failures["slow"] <= 4 for trainer in besieged)
-
-
-class SlowStream:
-    """A stream that sends a chunk every 9 s."""
-
-    def __init__(self, stream: FrameStream) -> None:
-        self._stream, self.peer = stream, stream.peer
-        self.receive, self.close = stream.receive, stream.close
-
-    async def send(self, frame: Frame) -> None:
-        if isinstance(frame, Chunk):
-            await asyncio.sleep(9.0)
-        await self._stream.send(frame)
 
 
 def test_who_waits_behind_a_slow_swap_does_not_pay_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

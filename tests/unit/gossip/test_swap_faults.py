@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from harness.swap_swarm import Swarm, Trainer, profile
+from harness.swap_swarm import SlowStream, Swarm, Trainer, profile
 
 from noloco_p2p.gossip.frames import Accept, Chunk, Frame, Grid, Header, Offer, Ready, Received
 from noloco_p2p.gossip.seams import FrameStream
 from noloco_p2p.simulate.clock import run_virtual
 from noloco_p2p.testing.faults import Fault, Faults, flip_bit
+from noloco_p2p.testing.memory import unchanged
 
 ROUNDING = 1e-4  # of fp32 sums
 NUM_ELEMENTS = 30_000  # eight units, so slices have several chunks, and two swaps may run at a time
@@ -111,6 +112,22 @@ def test_nothing_is_sent_to_a_partner_that_has_not_committed_to_its_slice() -> N
     end = run(Faults(Header, "drop", again=True), is_second=True, num_steps=8)
     assert end.faulty.counts.bytes_sent > 0
     assert end.honest.counts.bytes_sent == 0
+
+
+def test_a_partner_cannot_keep_a_swap_open_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("noloco_p2p.gossip.gossip.LONGEST_S", 5.0)
+    monkeypatch.setattr("noloco_p2p.gossip.gossip.LONGEST_STEPS", 0)
+
+    async def main() -> Swarm:
+        swarm = Swarm(LINKS, num_elements=NUM_ELEMENTS, codec="int8", wrap=[unchanged, SlowStream])
+        await swarm.run(30)
+        return swarm
+
+    swarm = run_virtual(main())
+    honest = swarm.trainers[0]
+    assert honest.swaps == []
+    assert honest.counts.failures["slow"] > 1
+    assert swarm.drift() < ROUNDING
 
 
 class Mirror:
