@@ -29,6 +29,7 @@ import hashlib
 import json
 import math
 import platform
+import re
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -298,14 +299,16 @@ def missing(path: Path, sizes: list[str], only: str, *, is_estimate: bool = Fals
     found = read(path)
     done = {cell_of(row) for row in found}
     cells = [cell for cell in (*tuning(), *ladder(found, is_estimate=is_estimate)) if cell not in done]
-    return [cell for cell in cells if cell.size in sizes and only in cell.key()]
+    return [cell for cell in cells if cell.size in sizes and re.search(only, cell.key())]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("list", "run", "table"))
     parser.add_argument("--sizes", default="0.1M,0.3M,1M")
-    parser.add_argument("--only", default="", help="part of a cell's key, such as 'ours' or '\"muon\"'")
+    parser.add_argument(
+        "--only", default="", help="a regular expression for the keys of cells, such as 'ours' or '\"muon\"'"
+    )
     parser.add_argument("--minutes", type=float, default=1e9)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1)
