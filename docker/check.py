@@ -199,12 +199,15 @@ def check_swarm(engine: Engine, image: str) -> None:
     join = ("join", ticket)
     flags = (*threads, "--volume", f"{engine.volume('second')}:/state")
     second, joined_s = engine.start("second", image, *join, flags=flags), time.monotonic()
-    swapped = second.wait_for(lambda s: s["swaps"] > 0, timeout_s=SWAP_S, what="a swap")
+    # It can swap before its first step, but is interrupted without a checkpoint until then.
+    swapped = second.wait_for(lambda s: s["swaps"] > 0 < s["step"], timeout_s=SWAP_S, what="a swap and a step")
     say(f"  second peer: a swap {time.monotonic() - joined_s:.1f} s after docker run")
     say(f"  second peer stopped in {second.stop():.1f} s, exit code 0")
 
     second, again_s = engine.start("second", image, *join, flags=flags), time.monotonic()
-    status = second.wait_for(lambda s: s["swaps"] > swapped["swaps"], timeout_s=SWAP_S, what="another swap")
+    status = second.wait_for(
+        lambda s: s["swaps"] > swapped["swaps"] and s["step"] > swapped["step"], timeout_s=SWAP_S, what="another swap"
+    )
     resumed = re.search(r"resumed from step (\d+)", second.log())
     if status["peer_id"] != swapped["peer_id"] or resumed is None:
         raise Failed(f"the same command did not resume; its log:\n{second.log()}")
