@@ -24,9 +24,6 @@ steps: it shows the gap at equal tokens.
 from __future__ import annotations
 
 import argparse
-import fcntl
-import hashlib
-import json
 import math
 import platform
 import re
@@ -34,6 +31,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import fmean
@@ -43,6 +41,7 @@ from unittest.mock import patch
 import torch
 from attacks import NO_LIMITS
 from corpus import CACHE, make
+from rows import add_missing, cell_of, key_of, read
 from rules import Lockstep
 from stack import products_of
 from swarm import run_swarm
@@ -134,9 +133,6 @@ class Cell:
     def minutes(self) -> float:
         return SIZES[self.size].flops / FLOPS_PER_S / 60 + 0.3
 
-    def key(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True)
-
 
 def tuning() -> Iterator[Cell]:
     for optimizer in ("muon", "adamw"):
@@ -155,7 +151,7 @@ def ladder(found: list[dict[str, Any]], *, is_estimate: bool = False) -> Iterato
 
     If `is_estimate`, settings that are not known yet are arbitrary.
     """
-    scores = {cell_of(row): score(row) for row in found}
+    scores = {cell_of(Cell, row): score(row) for row in found}
     grids: dict[tuple[str, str], list[Cell]] = defaultdict(list)
     for cell in tuning():
         grids[cell.optimizer, cell.rule].append(cell)
@@ -182,10 +178,6 @@ def _questions(cell: Cell) -> Iterator[Cell]:
         yield from (replace(cell, link="100", replicas=num) for num in (4, 16))
         yield replace(cell, link="100", slow=0.1)
         yield replace(cell, link="100", absent=0.1)
-
-
-def cell_of(row: dict[str, Any]) -> Cell:
-    return Cell(**{name: row[name] for name in Cell.__dataclass_fields__})
 
 
 def score(row: dict[str, Any]) -> float:
@@ -257,7 +249,7 @@ def table(found: list[dict[str, Any]]) -> str:
     """Return a line for each cell but for its seed, by size, link and optimizer, the best rule first."""
     groups: dict[tuple[Any, ...], dict[Cell, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     for row in found:
-        cell = cell_of(row)
+        cell = cell_of(Cell, row)
         others = f"{cell.replicas} replicas, {100 * cell.slow:.0f} % slow, {100 * cell.absent:.0f} % absent"
         stage = "tuning" if row["seed"] == 0 else "ladder"
         groups[stage, cell.size, cell.optimizer, cell.link, others][replace(cell, seed=0)].append(row)
@@ -279,27 +271,11 @@ def table(found: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def claimed(cell: Cell) -> Any:
-    """Return a locked file, or None if another process runs this cell. The lock ends with its process."""
-    folder = CACHE / "claims"
-    folder.mkdir(parents=True, exist_ok=True)
-    file = (folder / hashlib.sha256(cell.key().encode()).hexdigest()[:16]).open("w")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return None
-    return file
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 def missing(path: Path, sizes: list[str], only: str, *, is_estimate: bool = False) -> list[Cell]:
     found = read(path)
-    done = {cell_of(row) for row in found}
+    done = {cell_of(Cell, row) for row in found}
     cells = [cell for cell in (*tuning(), *ladder(found, is_estimate=is_estimate)) if cell not in done]
-    return [cell for cell in cells if cell.size in sizes and re.search(only, cell.key())]
+    return [cell for cell in cells if cell.size in sizes and re.search(only, key_of(cell))]
 
 
 def main() -> None:
@@ -324,15 +300,9 @@ def main() -> None:
             own = [cell.minutes for cell in cells if cell.size == size]
             print(f"{size}: {len(own)} cells are missing, {sum(own) / 60:.1f} hours of one thread")
     else:
-        for cell in missing(arguments.out, sizes, arguments.only):
-            if time.monotonic() + 60 * cell.minutes > until_s or not (lock := claimed(cell)):
-                continue
-            if cell not in map(cell_of, read(arguments.out)):
-                row = run(cell, torch.device(arguments.device))
-                with arguments.out.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(row) + "\n")
-                print(f"{row['loss']:.4f} {row['merged_loss']:.4f} {row['wall_s']:.0f} s {cell.key()}", flush=True)
-            lock.close()
+        here = partial(run, device=torch.device(arguments.device))
+        cells = missing(arguments.out, sizes, arguments.only)
+        add_missing(cells, here, arguments.out, can_end=lambda cell: time.monotonic() + 60 * cell.minutes <= until_s)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ library.
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
 from collections.abc import Iterator
@@ -30,7 +29,8 @@ import torch
 from attacks import ADAPTIVE, NO_LIMITS, OPEN, own_texts
 from corpus import CACHE, make
 from harness.hostile import Attack, Lies, propose_nothing
-from ladder import CLAIMED, SIZES, STEP_S, Cell, ladder_spec, read
+from ladder import CLAIMED, SIZES, STEP_S, Cell, ladder_spec
+from rows import add_missing, cell_of, read
 from swarm import LabReplica, Swarm
 from torch import Tensor
 
@@ -144,7 +144,7 @@ def run(case: Case) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return a line for each case but for its seed."""
-    found = {case_of(row): row for row in rows}
+    found = {cell_of(Case, row): row for row in rows}
     lines = [f"{'':44}{'loss':>8} {'change':>8}  clipped  spread  loss of each seed"]
     for first in dict.fromkeys(replace(case, seed=0) for case in found):
         seeds = [case for case in found if replace(case, seed=0) == first]
@@ -174,15 +174,10 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def case_of(row: dict[str, Any]) -> Case:
-    return Case(**{name: row[name] for name in Case.__dataclass_fields__})
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("run", "table"))
     parser.add_argument("--only", default="", help="part of the name of a case")
-    parser.add_argument("--share", default="0/1", help="K/N: only every N-th case, from the K-th on")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no case after this time")
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
@@ -190,13 +185,9 @@ def main() -> None:
         print(table(read(args.out)))
         return
     torch.set_num_threads(1)
-    until_s, (index, num) = time.monotonic() + 60 * args.minutes, map(int, args.share.split("/"))
-    for case in [*cases()][index::num]:
-        if args.only in case.name and time.monotonic() < until_s and case not in map(case_of, read(args.out)):
-            row = run(case)
-            with args.out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
-            print(f"{row['loss']:.4f} {row['wall_s']:.0f} s {case.name}, seed {case.seed}", flush=True)
+    until_s = time.monotonic() + 60 * args.minutes
+    wanted = [case for case in cases() if args.only in case.name]
+    add_missing(wanted, run, args.out, can_end=lambda case: time.monotonic() < until_s)
 
 
 if __name__ == "__main__":

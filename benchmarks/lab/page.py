@@ -15,7 +15,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ladder import AT_ALL_LINKS, FREE, OUT, RULES, SIZES, read, score
+from ladder import AT_ALL_LINKS, FREE, OUT, RULES, SIZES, score
+from rows import read
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 MARKED = re.compile(r"(<!-- lab: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)

@@ -16,7 +16,6 @@ about two steps, so peers swap at every second step, and whole ones as well.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import time
 from collections.abc import Iterator
@@ -26,7 +25,8 @@ from typing import Any
 
 import torch
 from corpus import CACHE, make
-from ladder import HELD_OUT, read
+from ladder import HELD_OUT
+from rows import add_missing, cell_of, read
 from swarm import run_swarm
 
 from noloco_p2p.flow.frames import Backward, Forward, Frame
@@ -64,7 +64,7 @@ def cells(found: list[dict[str, Any]]) -> Iterator[Cell]:
     """Yield the cells of whole models, and, once they are done, those of pipelines."""
     whole = [Cell("whole", batch, rate) for batch in BATCHES for rate in RATES]
     yield from whole
-    losses = {cell_of(row): row["loss"] for row in found}
+    losses = {cell_of(Cell, row): row["loss"] for row in found}
     if not all(cell in losses for cell in whole):
         return
     good = [cell for cell in whole if losses[cell] <= NEAR * min(losses[each] for each in whole)]
@@ -74,10 +74,6 @@ def cells(found: list[dict[str, Any]]) -> Iterator[Cell]:
     yield replace(best, link=FAST)
     yield replace(best, lost=0.01)
     yield replace(best, gossips=False)
-
-
-def cell_of(row: dict[str, Any]) -> Cell:
-    return Cell(**{name: row[name] for name in Cell.__dataclass_fields__})
 
 
 def spec_of(cell: Cell) -> TrainerSpec:
@@ -109,14 +105,12 @@ def run(cell: Cell) -> dict[str, Any]:
         material = Material.of(staged(spec, STAGES), text, seed=cell.seed)
         pipeline = StagedPlan((HEADS,) * STAGES, cell.seed, step_s, links=(links,), gossips=cell.gossips, evaluations=1)
         found = simulate_stages(material, pipeline, on_made=lambda nodes: lose(nodes, cell.lost))
-        late = [stage.late_share for stage in found.stages]
         told = {
             "loss": found.loss,
             "merged_loss": found.merged_loss,
-            "late": late,
+            "late": [stage.late_share for stage in found.stages],
             "lost_microbatches": found.num_lost / (found.num_lost + found.num_done),
             "of_predicted": found.tokens_per_s / found.predicted_tokens_per_s,
-            "tokens_per_s": found.tokens_per_s,
         }
     return {**asdict(cell), "steps": cell.steps, **told, "wall_s": time.monotonic() - began_s}
 
@@ -150,7 +144,6 @@ def main() -> None:
     parser.add_argument("what", choices=("run", "table"))
     parser.add_argument("--only", default="", help="part of a cell's text")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no cell after this time")
-    parser.add_argument("--share", default="0/1", metavar="K/N", help="every Nth of the cells, from the Kth on")
     parser.add_argument("--out", type=Path, default=OUT)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -158,13 +151,8 @@ def main() -> None:
     if arguments.what == "table":
         print(table(read(arguments.out)))
         return
-    first, num = map(int, arguments.share.split("/"))
-    for cell in [each for each in cells(read(arguments.out)) if arguments.only in str(each)][first::num]:
-        if time.monotonic() < until_s and cell not in map(cell_of, read(arguments.out)):
-            row = run(cell)
-            with arguments.out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
-            print(f"{row['loss']:.4f} {row['wall_s']:.0f} s {cell}", flush=True)
+    wanted = [cell for cell in cells(read(arguments.out)) if arguments.only in str(cell)]
+    add_missing(wanted, run, arguments.out, can_end=lambda cell: time.monotonic() < until_s)
 
 
 if __name__ == "__main__":

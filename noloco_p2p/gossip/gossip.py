@@ -50,7 +50,7 @@ LONGEST_S, LONGEST_STEPS = 600.0, 10  # time plus inner steps after which a swap
 PARTNERS = 8  # whose last swaps say what is usual
 SWAP_ID_BYTES = 16
 REMEMBERED_ANSWERS = 256
-COST_SHARE = 0.02  # of the time that copying, coding and adding may take with `min_inner_steps = "auto"`
+COST_SHARE = 0.02  # of the time that adding, and on a CPU coding, may take with `min_inner_steps = "auto"`
 SMOOTHING = 0.25
 MINUTE_S = 60.0
 LOOKS_AT_ONCE = 4  # simultaneous lookups of unknown callers

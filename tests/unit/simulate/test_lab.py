@@ -166,7 +166,7 @@ def test_the_ladder_skips_what_is_done_and_transfers_what_the_tuning_found(
 ) -> None:
     out, ran = tmp_path / "ladder.jsonl", list[ladder.Cell]()
     monkeypatch.setattr(ladder, "run", lambda cell, device: ran.append(cell) or row_of(cell))
-    monkeypatch.setattr(ladder, "CACHE", tmp_path)
+    monkeypatch.setattr("rows.CACHE", tmp_path)
     monkeypatch.setattr("sys.argv", ["ladder.py", "run", "--sizes", "0.1M", "--out", str(out)])
     assert not [*ladder.ladder([])], "nothing is transferred before the whole grid is done"
     ladder.main()
