@@ -24,7 +24,7 @@ link, each way  tokens/s    smallest batch
 20 Mbit/s          7,622     79,315 tokens
 100 Mbit/s        38,110    371,998 tokens
 1,000 Mbit/s     381,098  3,664,681 tokens
-with the smallest batch (per replica and step), a link is busy 60 to 70 % of the time; the batch of this spec has \
+with the smallest batch (per replica and step), a link is busy 54 to 72 % of the time; the batch of this spec has \
 1,024 tokens
 use links with at least 1 Gbit/s and a delay of at most 5 ms; on slower links, stages learn less per token \
 (docs/results.md)

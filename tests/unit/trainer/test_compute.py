@@ -86,7 +86,7 @@ def test_fused_kernels_are_applied_to_the_model_or_say_what_they_need(monkeypatc
     assert given == [model]
     monkeypatch.setitem(sys.modules, "liger_kernel", None)
     monkeypatch.setitem(sys.modules, library.__name__, None)
-    with pytest.raises(SettingsError, match=r"^--liger requires .*: pip install 'noloco_p2p\[fast\]'$"):
+    with pytest.raises(SettingsError, match=r"^--liger requires .*: pip install liger-kernel$"):
         switch_on(model, Compute(liger=True))
     with pytest.raises(SettingsError, match=r"^--liger works only on NVIDIA and AMD GPUs"):
         Compute.of(PeerSettings(liger=True, device="cpu"))
