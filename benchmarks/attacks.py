@@ -2,16 +2,17 @@
 
     python benchmarks/attacks.py [--quick] [--json FILE] [--kept FILE] [--minutes M] [--jobs N]
 
-The swarms are simulated on links of 0.1 Mbit/s, which carry the weights in about five inner steps. They train the toy
-model (toy.toml) with the optimizer and the codec that `noloco init` writes. Losses are validation losses, averaged over
-the honest replicas at the end, and compared with those of the same replicas without liars. The figures of an attack are
-means over two seeds. "open" means that there is no filter. `harness/hostile.py` describes the attacks. A greedy liar
-makes offers to everybody all the time, and accepts every offer. The share of a liar is its share of the swaps of honest
-peers, in multiples of that of another peer.
+The swarms are simulated on links of 0.6 Mbit/s, which carry the weights in about five inner steps. They train the toy
+model (toy.toml) with the optimizer, the codec and the closing swaps that `noloco init` writes; liars take part to the
+end. Losses are validation losses, averaged over the honest replicas at the end, and compared with those of the same
+replicas without liars. The figures of an attack are means over the seeds that are done, of two. "open" means that there
+is no filter. `harness/hostile.py` describes the attacks. A greedy liar makes offers to everybody all the time, and
+accepts every offer. The share of a liar is its share of the swaps of honest peers, in multiples of that of another
+peer.
 
-With `--kept`, each case is added to a file of JSON lines, and those that it holds for the same limits are not simulated
-again. With `--minutes`, no case begins after this time, and the table has those that are done. lab/liars.py measures
-most attacks in a larger run, in which half-differences and steps have other lengths.
+With `--kept`, each case is added to a file of JSON lines (results/attacks.jsonl), and those that it holds for the same
+limits are not simulated again. With `--minutes`, no case begins after this time, and the table has those that are done.
+lab/liars.py measures most attacks in a larger run, in which half-differences and steps have other lengths.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from noloco_p2p.simulate.replica import SimulatedReplica, now_s
 from noloco_p2p.spec import TrainerSpec
 
 TOY = Path(__file__).parent / "toy.toml"
-NUM_STEPS, QUICK_STEPS, SEEDS, HOSTILE_SEEDS, JOBS = 260, 40, (0, 1, 2, 3), (0, 1), 2
+NUM_STEPS, QUICK_STEPS, SEEDS, HOSTILE_SEEDS, JOBS = 200, 40, (0, 1, 2, 3), (0, 1), 2
 ADAPTIVE = (Attack.BACK, Attack.UPHILL, Attack.DRIFT)
 OPEN = "open"
 NO_LIMITS = dict.fromkeys(("RADIUS", "FIRST", "MOST", "PULL", "DRAG"), 1e9)
@@ -93,23 +94,25 @@ def cases(*, quick: bool) -> list[Case]:
     if quick:
         return [*honest, *(Case(attack, num_liars=1) for attack in (Attack.SCALED, Attack.BACK))]
     hostile = [
+        *(Case(attack, num_liars=1) for attack in (*ADAPTIVE, *(each for each in Attack if each not in ADAPTIVE))),
+        *(Case(attack, num_liars=1, is_greedy=True) for attack in (*ADAPTIVE, Attack.NOISE, Attack.STALLS)),
         Case(num_honest=14),
-        *(Case(attack, num_liars=1) for attack in Attack),
-        *(Case(attack, num_liars=1, is_greedy=True) for attack in (Attack.NOISE, Attack.STALLS, *ADAPTIVE)),
         *(Case(attack, num_honest=14, num_liars=3) for attack in ADAPTIVE),
         *(Case(attack, num_liars=1, filter=OPEN) for attack in (Attack.SCALED, Attack.FLIPPED, Attack.BACK)),
         *(Case(filter=name, honest=OWN_TEXTS) for name in ("", OPEN)),
     ]
-    return [*honest, Case(honest=ISLANDS), *(replace(case, seed=seed) for case in hostile for seed in HOSTILE_SEEDS)]
+    both = (replace(case, seed=seed) for seed in HOSTILE_SEEDS for case in hostile)
+    return sorted([*honest, Case(honest=ISLANDS), *both], key=lambda case: case.seed)  # whatever has been done says most
 
 
 def material_and_plan(steps: int, case: Case, folder: Path) -> tuple[Material, Plan]:
     init = PRESETS["tiny"]
     changes = {f"{name}.{field}": value for name in ("train", "outer", "codec") for field, value in getattr(init, name)}
-    changes |= {"train.total_steps": steps, "train.warmup_steps": steps // 10, "outer.closing_mixings": 0}
+    changes |= {"train.total_steps": steps, "train.warmup_steps": steps // 10}
+    changes |= {"outer.closing_mixings": "auto"}
     changes |= {"codec.weights": "int8"} if case.attack is Attack.NAN else {}
     changes |= {"data.source": "own"} if case.honest == OWN_TEXTS else {}
-    links = parse_links(["0.1mbit-20ms"])
+    links = parse_links(["0.6mbit-20ms"])
     plan = Plan(case.num_honest + case.num_liars, seed=case.seed, links=links, evaluations=1)
     texts = own_texts(folder, case.num_honest) if case.honest == OWN_TEXTS else {}
     return Material.of(TrainerSpec.load(TOY).with_changes(changes), texts), plan

@@ -221,6 +221,7 @@ class HostileReplica(SimulatedReplica):
             return super().apply()
         swaps = self.exchange.collect()
         for swap in swaps:
+            self.exchange.step += self.exchange.is_at_rest  # as that of an honest peer
             self.exchange.applied(swap, seconds=0.0)
         return bool(swaps)
 

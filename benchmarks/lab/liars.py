@@ -111,10 +111,10 @@ class HostileSwarm(Swarm):
             return super()._coded(one, other, part)
 
     def _close(self) -> None:
+        super()._close()  # in which liars lie as before
         for number in [*self.live]:
             if number >= self._num_honest:
                 del self.live[number]
-        super()._close()
 
 
 def run(case: Case) -> dict[str, Any]:

@@ -34,6 +34,7 @@ NAMES = {
     "ours-outer": "swaps of slices, outer step",
 }
 LINKS = ("20", "100", "200", "1000")
+HEIGHT = (1.65, 2.6)  # of the plot by link; synchronous training is in it on the fastest link only
 Rows = list[dict[str, Any]]
 Series = dict[str, dict[Any, tuple[float, int]]]  # of each rule: the mean and the number of seeds, by column
 
@@ -86,7 +87,13 @@ def links(rows: Rows) -> Series:
     return series(
         rows,
         lambda row: row["link"],
-        lambda row: row["size"] == AT_ALL_LINKS and row["optimizer"] == "muon" and is_plain(row) and row["seed"] == 1,
+        lambda row: (
+            row["size"] == AT_ALL_LINKS
+            and row["optimizer"] == "muon"
+            and is_plain(row)
+            and row["seed"] == 1
+            and row["link"] != FREE
+        ),
     )
 
 
@@ -132,7 +139,11 @@ def draw(path: Path, found: Series, x_of: Callable[[Any], float], x_label: str, 
         axes.plot(*zip(*points, strict=True), "o-", lw=3 if is_ours else 1.3, ms=4, label=NAMES[rule].strip("*"))
     if "gap" in path.name:
         axes.plot(*zip(*DEEPMIND.items(), strict=True), "k^:", label="DiLoCo, published (arXiv 2503.09799)")
+    else:
+        axes.set_ylim(*HEIGHT)
     axes.set_xscale("log")
+    ticks = sorted({x_of(column) for cells in found.values() for column in cells})
+    axes.set_xticks(ticks, [f"{tick:,g}" for tick in ticks])
     axes.set(xlabel=x_label, ylabel=y_label)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
@@ -165,13 +176,15 @@ def main() -> None:
     if arguments.check:
         raise SystemExit("docs/results.md is out of date; run python benchmarks/lab/page.py" if new != text else 0)
     page.write_text(new)
-    draw(
-        arguments.docs / "lab-gap.svg",
-        gaps(rows, "muon"),
-        lambda size: SIZES[size].num_parameters,
-        "parameters",
-        "loss above synchronous training, %",
-    )
+    found = gaps(rows, "muon")
+    if any(len(cells) > 1 for cells in found.values()):
+        draw(
+            arguments.docs / "lab-gap.svg",
+            found,
+            lambda size: SIZES[size].num_parameters,
+            "parameters",
+            "loss above synchronous training, %",
+        )
     draw(arguments.docs / "lab-links.svg", links(rows), float, "Mbit/s", "loss after equal time, nats per byte")
 
 

@@ -22,6 +22,8 @@ from noloco_p2p.telemetry.metrics import Metrics
 SMOOTHING = 0.1  # weight of a new swap in the metrics
 MOST_APART = 2.0  # that counts: the distance of opposite vectors, relative to their length; liars can be anywhere
 CLOSING_MORE = 3  # mixings after log2(N), which reduce what is left of the squared distance to an eighth
+ANSWERING_S = 3.0  # without an offer, after which a peer that needs no more closing swaps stops answering
+ANSWERING_TIMES = 10  # times as long as its own closing swaps took, it answers at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +160,35 @@ class Mixing:
         metrics.clipped_pieces += halves.num_clipped
         metrics.last_partner, metrics.moved = swap.partner, halves.moved / usual
         return Swapped(swap.partner, share, age_steps, swap.seconds, distance)
+
+
+class Closing:
+    """The closing swaps of one replica, which begin at `now_s`, and end if there is none for `wait_s`.
+
+    A peer that needs no more of them answers the offers of others, because pairs that finish first would otherwise
+    leave nobody for the last peer. It does not answer for ever, because a liar may never have enough.
+    """
+
+    def __init__(self, mixing: Mixing, now_s: float, *, wait_s: float) -> None:
+        mixing.rest()
+        self._mixing = mixing
+        self._wait_s = wait_s if mixing.missing_mixings() else 0.0
+        self._began_s = self._swapped_s = now_s
+        self._until_s = math.inf
+
+    def is_over(self, now_s: float) -> bool:
+        exchange = self._mixing.exchange
+        wait_s = min(self._wait_s, ANSWERING_S) if exchange.only_answers else self._wait_s
+        return not exchange.has_partners() or now_s > min(self._swapped_s + wait_s, self._until_s)
+
+    def note(self, now_s: float, *, has_swapped: bool) -> None:
+        """Note whether swaps have been applied since the last call."""
+        if has_swapped:
+            self._swapped_s = now_s
+        self._mixing.exchange.only_answers = has_enough = not self._mixing.missing_mixings()
+        if has_enough:
+            most_s = max(self._wait_s, ANSWERING_TIMES * (now_s - self._began_s))
+            self._until_s = min(self._until_s, now_s + most_s)
 
 
 def _smoothed(before: float | None, value: float) -> float:

@@ -32,7 +32,7 @@ from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.outer import saved_state
 from noloco_p2p.outer.checkpoint import Checkpoint, Checkpoints, Saver, Vector, copied
 from noloco_p2p.outer.flat import FlatParameters, check_values
-from noloco_p2p.outer.mixing import Mixing, Swapped
+from noloco_p2p.outer.mixing import Closing, Mixing, Swapped
 from noloco_p2p.outer.optimizer_state import InnerState, TorchOptimizers, inner_state, is_skipped
 from noloco_p2p.outer.plain_values import packed
 from noloco_p2p.outer.weights import WEIGHTS, Weights
@@ -48,7 +48,6 @@ LOOK_S = 1.0  # shortest time between two looks at anything but swaps
 CLOSING_WAIT_S = 30.0  # for the next closing swap
 CLOSING_WAIT_STEPS = 20  # the same in inner steps, if that is longer
 MOST_RECOVERIES, RECOVERIES_S = 5, 3600.0  # from weights that are not finite; after more of them, training ends
-ANSWERING_S = 3.0  # without an offer, after which a peer that needs no more closing swaps stops answering
 
 
 class Membership(Protocol):
@@ -355,22 +354,17 @@ class NoLoCo:
         """After training, swap without inner steps until every part of the weights is close to the mean of all peers.
 
         This takes about log2(N) + 3 mixings of each part with N peers. It ends early if no other peer is left to swap
-        with, or if this peer is asked to leave. A peer that needs no more swaps itself answers the offers of others for
-        a while, because pairs that finish first would otherwise leave nobody for the last peer. The progress of this
-        peer does not change.
+        with, or if this peer is asked to leave. The progress of this peer does not change.
         """
-        mixing, exchange = self._mixing, self._exchange
-        mixing.rest()
-        wait_s = max(CLOSING_WAIT_S, CLOSING_WAIT_STEPS * exchange.step_s) if mixing.missing_mixings() else 0.0
-        swapped_s = time.monotonic()
-        while exchange.has_partners() and not self._peer.leave_requested.is_set():
-            if time.monotonic() - swapped_s > (min(wait_s, ANSWERING_S) if exchange.only_answers else wait_s):
-                break
+        exchange = self._exchange
+        wait_s = max(CLOSING_WAIT_S, CLOSING_WAIT_STEPS * exchange.step_s)
+        closing = Closing(self._mixing, time.monotonic(), wait_s=wait_s)
+        while not (closing.is_over(time.monotonic()) or self._peer.leave_requested.is_set()):
             exchange.wait_until_settled(LOOK_S)
-            for swap in self._apply():
-                swapped_s = time.monotonic()
+            swapped = self._apply()
+            for swap in swapped:
                 self._on_swap(swap)
-            exchange.only_answers = not mixing.missing_mixings()
+            closing.note(time.monotonic(), has_swapped=bool(swapped))
         exchange.only_answers = False
         self.pause()
 

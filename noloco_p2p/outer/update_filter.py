@@ -4,18 +4,20 @@ A partner is a stranger. Its numbers have arrived intact and are finite, but the
 piece of a half-difference is clipped to a radius around this peer's own weights (ClippedGossip, arXiv 2202.01545). A
 piece is a part of one tensor within one chunk. Each partner of a swap computes its own radius.
 
-The radius is one and a half times the median norm of the newest half-differences of the last `PARTNERS` different
+The radius is one and a quarter times the median norm of the newest half-differences of the last `PARTNERS` different
 partners in this piece. Each partner counts once, so a liar that this peer meets often has one voice. The norms are
 remembered as they arrived: a median of clipped norms would fall again and again, until nothing honest could pass. From
-the half-differences of honest peers, the radius cuts a few in a hundred (benchmarks/results/liars.txt).
+the half-differences of honest peers, the radius cuts about one in ten. It is also at most twice what this peer itself
+moves from one mixing to the next, because liars that drive honest peers apart would otherwise widen it.
 
 What is left to a liar is to do the same harm in every swap. Two cosines show that, and if one of them is beyond its
 limit, the half-difference is scaled down until it would be at the limit if nothing else had changed:
 
 * with what this partner alone has pulled to before: the running mean of its half-differences, minus the median of those
   of all partners, which is what a peer that is ahead, behind or has other text than all others sees from each of them;
-* with the direction in which this peer has moved for the last mixings. Honest partners are about as often ahead of a
-  peer as behind it, but a liar can pull back in every swap.
+* with the direction in which this peer's own inner steps have moved it between the last mixings. Honest partners are
+  about as often ahead of a peer as behind it, but a liar can pull back in every swap. What swaps have added is no part
+  of this direction: where a liar has pushed, honest partners pull back.
 
 Both are cosines of sketches: sums of numbers with random signs that only this peer knows. A cosine of samples could be
 evaded, because a liar would lie only where nothing is sampled.
@@ -41,12 +43,12 @@ VOICES = 3  # partners without whose norms there is no median
 SKETCH = 256  # sums by which the movement of a piece is measured
 PULL_SKETCH = 64  # sums by which the pull of each partner is remembered; divides SKETCH
 SMOOTHING = 0.125  # weight of a new movement
-PATH_SMOOTHING = 0.05  # weight of a new movement in the direction of the last ones
+PATH_SMOOTHING = 0.05  # weight of a new movement in the direction of this peer's own steps
 PULL_SMOOTHING = 0.3  # weight of a new half-difference in the pull of its partner
 # benchmarks/lab/liars.py measures how well these limits work and what they cost.
-RADIUS = 1.5  # times the median norm of the half-differences of different partners
+RADIUS = 1.25  # times the median norm of the half-differences of different partners
 FIRST = 2.0  # times this peer's own movement since the last mixing, or its mean if that is more; without a median
-MOST = 4.0  # times the same, always: islands that meet again are further apart
+MOST = 2.0  # times the same, always: liars that drive honest peers apart would otherwise widen the radius
 PULL = 0.3  # cosine with the pull of the partner alone
 DRAG = 0.3  # cosine with the direction against the last movements
 # With `outer.wait`, one swap carries everything that partners have learned apart, and their mean must be exact.
@@ -77,7 +79,7 @@ class UpdateFilter:
         # With a small tensor for each piece, allocated between large ones, the C library would keep as much free memory
         # as the model takes, in parts that are too small for the next chunk.
         self._mixed = torch.full((num_pieces, SKETCH), torch.nan, dtype=torch.float32, device="cpu")  # last mixing
-        self._paths = self._mixed.clone()  # from one mixing to the next: a running mean
+        self._paths = self._mixed.clone()  # of inner steps from one mixing to the next: a running mean
         random = torch.Generator("cpu").manual_seed(secrets.randbits(63) if seed is None else seed)
         longest = max(stop - start for start, stop in chunks)
         self._signs = torch.empty(longest, dtype=torch.float32, device="cpu").bernoulli_(generator=random)
@@ -140,7 +142,7 @@ class UpdateFilter:
         return sums
 
     def _cosine(self, sketches: Sequence[tuple[int, Tensor, Tensor]]) -> float:
-        """Return the cosine of a half-difference and the direction in which this peer has moved."""
+        """Return the cosine of a half-difference and the direction of this peer's own steps."""
         along = square = path_square = 0.0
         for piece, _, halves in sketches:
             path = self._paths[piece]
@@ -152,10 +154,9 @@ class UpdateFilter:
 
     def _note(self, sketches: Sequence[tuple[int, Tensor, Tensor]], factor: float) -> None:
         for piece, own, halves in sketches:
-            path, mixed = self._paths[piece], own + factor * halves
-            moved = mixed - self._mixed[piece]
+            path, moved = self._paths[piece], own - self._mixed[piece]
             path.copy_(moved if path[0].isnan() else path.lerp(moved, PATH_SMOOTHING))
-            self._mixed[piece] = mixed
+            self._mixed[piece] = own + factor * halves
 
     def _medians(self, pieces: Sequence[tuple[int, slice]]) -> list[float]:
         """Return the median norm of each piece, or NaN if fewer than `VOICES` partners have sent it."""

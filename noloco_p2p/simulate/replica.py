@@ -15,8 +15,8 @@ from noloco_p2p.gossip.frames import Hello
 from noloco_p2p.gossip.seams import Outside
 from noloco_p2p.gossip.service import PeerService
 from noloco_p2p.outer.flat import FlatParameters
-from noloco_p2p.outer.mixing import Mixing, Swapped
-from noloco_p2p.outer.noloco import ANSWERING_S, CLOSING_WAIT_S, LOOK_S
+from noloco_p2p.outer.mixing import Closing, Mixing, Swapped
+from noloco_p2p.outer.noloco import CLOSING_WAIT_S, LOOK_S
 from noloco_p2p.outer.weights import Weights
 from noloco_p2p.simulate.clock import InlineExecutor
 from noloco_p2p.simulate.material import Material
@@ -151,16 +151,10 @@ class SimulatedPeer:
     async def close(self) -> None:
         """Swap without training, as `NoLoCo.close` does."""
         self._service.state = "training"
-        self.mixing.rest()
-        wait_s = CLOSING_WAIT_S if self.mixing.missing_mixings() else 0.0
-        swapped_s = now_s()
-        while self.exchange.has_partners():
-            if now_s() - swapped_s >= (min(wait_s, ANSWERING_S) if self.exchange.only_answers else wait_s):
-                break
+        closing = Closing(self.mixing, now_s(), wait_s=CLOSING_WAIT_S)
+        while not closing.is_over(now_s()):
             await self.exchange.settled(LOOK_S)
-            if self.apply():
-                swapped_s = now_s()
-            self.exchange.only_answers = not self.mixing.missing_mixings()
+            closing.note(now_s(), has_swapped=self.apply())
 
     async def depart(self) -> None:
         """Let the swaps that have begun end, and leave the network."""

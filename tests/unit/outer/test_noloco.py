@@ -188,6 +188,25 @@ def test_those_who_need_no_more_closing_swaps_answer_the_last_one(tmp_path: Path
     assert float((ends - ends.mean(0)).abs().max()) < 0.1
 
 
+def test_a_peer_that_never_has_enough_closing_swaps_does_not_hold_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with MemorySwarm(make_spec()) as swarm:
+        liar, honest = (Replica(swarm, name, tmp_path) for name in ("a", "b"))
+        monkeypatch.setattr(liar.outer._mixing, "missing_mixings", lambda: 1)
+        monkeypatch.setattr("noloco_p2p.outer.noloco.CLOSING_WAIT_S", 1.0)
+        until_over = threading.Event()
+
+        def close() -> None:
+            honest.outer.close()
+            until_over.set()
+            liar.peer.leave_requested.set()
+
+        together(liar.outer.close, close)
+    assert until_over.is_set()
+    assert len(honest.swaps) > closing_mixings(OuterSpec(), 2), "it answers for a while"
+
+
 def test_a_peer_alone_ends_its_closing_swaps_at_once(tmp_path: Path) -> None:
     with MemorySwarm(make_spec()) as swarm:
         replica = Replica(swarm, "a", tmp_path)

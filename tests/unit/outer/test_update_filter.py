@@ -163,6 +163,13 @@ def test_who_pulls_back_again_and_again_is_slowed_down(cosine: float, shrinks: b
     assert float(after @ vector(1.0)) >= -update_filter.DRAG * 0.4 - 1e-5
 
 
+def test_honest_partners_may_pull_back_from_where_a_liar_has_pushed() -> None:
+    pulls, side = Pulls(), vector(1.0)
+    pushed = [pulls.factor(f"liar-{number}", side) for number in range(8)]
+    assert min(pushed) > 0.9, "each of them for the first time"
+    assert pulls.factor("honest", -side) > 0.9
+
+
 @pytest.mark.parametrize("place", [slice(777, 778), slice(1, None, 16)], ids=["one number", "one in sixteen"])
 def test_a_liar_can_hide_nowhere_in_a_piece(place: slice) -> None:
     values, random = torch.zeros(4096), torch.Generator().manual_seed(3)
