@@ -102,7 +102,7 @@ def cases(*, quick: bool) -> list[Case]:
         *(Case(filter=name, honest=OWN_TEXTS) for name in ("", OPEN)),
     ]
     both = (replace(case, seed=seed) for seed in HOSTILE_SEEDS for case in hostile)
-    return sorted([*honest, Case(honest=ISLANDS), *both], key=lambda case: case.seed)  # whatever has been done says most
+    return sorted([*honest, Case(honest=ISLANDS), *both], key=lambda case: case.seed)  # --minutes leaves seeds out
 
 
 def material_and_plan(steps: int, case: Case, folder: Path) -> tuple[Material, Plan]:
