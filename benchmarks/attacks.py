@@ -48,7 +48,7 @@ TOY = Path(__file__).parent / "toy.toml"
 NUM_STEPS, QUICK_STEPS, SEEDS, HOSTILE_SEEDS, JOBS = 200, 40, (0, 1, 2, 3), (0, 1), 2
 ADAPTIVE = (Attack.BACK, Attack.UPHILL, Attack.DRIFT)
 OPEN = "open"
-NO_LIMITS = dict.fromkeys(("RADIUS", "FIRST", "MOST", "PULL", "DRAG"), 1e9)
+NO_LIMITS = dict.fromkeys(("RADIUS", "MOST", "PULL", "DRAG"), 1e9)
 ISLANDS, OWN_TEXTS = "two islands until the middle", "each with its own texts"
 MOST_COST, MOST_HARM, MOST_HARM_OF_THREE, MOST_SHARE = 0.3, 3.0, 6.0, 1.5
 

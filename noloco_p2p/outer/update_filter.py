@@ -47,10 +47,11 @@ PATH_SMOOTHING = 0.05  # weight of a new movement in the direction of this peer'
 PULL_SMOOTHING = 0.3  # weight of a new half-difference in the pull of its partner
 # benchmarks/lab/liars.py measures how well these limits work and what they cost.
 RADIUS = 1.25  # times the median norm of the half-differences of different partners
-FIRST = 2.0  # times this peer's own movement since the last mixing, or its mean if that is more; without a median
-MOST = 2.0  # times the same, always: liars that drive honest peers apart would otherwise widen the radius
+# Times this peer's own movement since the last mixing, or its mean if that is more. Without it, liars that drive honest
+# peers apart would widen the radius.
+MOST = 2.0
 PULL = 0.3  # cosine with the pull of the partner alone
-DRAG = 0.3  # cosine with the direction against the last movements
+DRAG = 0.3  # cosine with the direction against the last own steps
 # With `outer.wait`, one swap carries everything that partners have learned apart, and their mean must be exact.
 SCALE_WAITING = 2.0  # times all limits
 
@@ -175,9 +176,9 @@ class UpdateFilter:
         moved = float(torch.linalg.vector_norm(own - self._mixed[piece]))
         if not (is_at_rest and self._movement[piece]):
             self._movement[piece] = _smoothed(self._movement[piece], moved)
-        reach = max(moved, self._movement[piece])
-        radius = FIRST * reach if math.isnan(usual) else RADIUS * usual
-        return self._scale * (radius if is_at_rest else min(radius, MOST * reach))
+        most = MOST * max(moved, self._movement[piece])
+        radius = most if math.isnan(usual) else RADIUS * usual
+        return self._scale * (radius if is_at_rest else min(radius, most))
 
 
 class Memory:

@@ -15,7 +15,7 @@ from noloco_p2p.outer.update_filter import PARTNERS, PULL, RADIUS, VOICES, Memor
 
 SIZE = 100
 MOVED = 1.0  # the norm of this peer's own movement between two swaps
-FIRST, MOST = update_filter.FIRST * MOVED, update_filter.MOST * MOVED
+MOST = update_filter.MOST * MOVED
 
 
 def vector(norm: float) -> torch.Tensor:
@@ -61,8 +61,8 @@ class Replica:
 def test_the_first_partners_move_a_peer_twice_as_far_as_the_peer_moves_itself() -> None:
     replica = Replica()
     for number in range(VOICES):
-        assert replica.swap(f"liar-{number}", 1000.0) == pytest.approx(FIRST)
-    assert Replica().swap("honest", 0.9 * FIRST) == pytest.approx(0.9 * FIRST)
+        assert replica.swap(f"liar-{number}", 1000.0) == pytest.approx(MOST)
+    assert Replica().swap("honest", 0.9 * MOST) == pytest.approx(0.9 * MOST)
 
 
 def test_a_partner_moves_a_peer_a_little_further_than_the_usual_one() -> None:
