@@ -179,7 +179,7 @@ class Closing:
     def is_over(self, now_s: float) -> bool:
         exchange = self._mixing.exchange
         wait_s = min(self._wait_s, ANSWERING_S) if exchange.only_answers else self._wait_s
-        return not exchange.has_partners() or now_s > min(self._swapped_s + wait_s, self._until_s)
+        return not exchange.has_partners() or now_s >= min(self._swapped_s + wait_s, self._until_s)
 
     def note(self, now_s: float, *, has_swapped: bool) -> None:
         """Note whether swaps have been applied since the last call."""
