@@ -204,7 +204,6 @@ def test_a_peer_that_never_has_enough_closing_swaps_does_not_hold_the_other(
 
         together(liar.outer.close, close)
     assert until_over.is_set()
-    assert len(honest.swaps) > closing_mixings(OuterSpec(), 2), "it answers for a while"
 
 
 def test_a_peer_alone_ends_its_closing_swaps_at_once(tmp_path: Path) -> None:
