@@ -94,7 +94,7 @@ def cases(*, quick: bool) -> list[Case]:
     if quick:
         return [*honest, *(Case(attack, num_liars=1) for attack in (Attack.SCALED, Attack.BACK))]
     hostile = [
-        *(Case(attack, num_liars=1) for attack in (*ADAPTIVE, *(each for each in Attack if each not in ADAPTIVE))),
+        *(Case(attack, num_liars=1) for attack in dict.fromkeys((*ADAPTIVE, *Attack))),
         *(Case(attack, num_liars=1, is_greedy=True) for attack in (*ADAPTIVE, Attack.NOISE, Attack.STALLS)),
         Case(num_honest=14),
         *(Case(attack, num_honest=14, num_liars=3) for attack in ADAPTIVE),
@@ -108,8 +108,7 @@ def cases(*, quick: bool) -> list[Case]:
 def material_and_plan(steps: int, case: Case, folder: Path) -> tuple[Material, Plan]:
     init = PRESETS["tiny"]
     changes = {f"{name}.{field}": value for name in ("train", "outer", "codec") for field, value in getattr(init, name)}
-    changes |= {"train.total_steps": steps, "train.warmup_steps": steps // 10}
-    changes |= {"outer.closing_mixings": "auto"}
+    changes |= {"train.total_steps": steps, "train.warmup_steps": steps // 10, "outer.closing_mixings": "auto"}
     changes |= {"codec.weights": "int8"} if case.attack is Attack.NAN else {}
     changes |= {"data.source": "own"} if case.honest == OWN_TEXTS else {}
     links = parse_links(["0.6mbit-20ms"])

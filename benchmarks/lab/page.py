@@ -124,7 +124,16 @@ def table(found: Series, columns: Iterable[Any], form: str, head: Callable[[Any]
     return "\n".join(lines) + "\n"
 
 
-def draw(path: Path, found: Series, x_of: Callable[[Any], float], x_label: str, y_label: str) -> None:
+def draw(
+    path: Path,
+    found: Series,
+    x_of: Callable[[Any], float],
+    x_label: str,
+    y_label: str,
+    *,
+    published: dict[float, float] | None = None,
+    height: tuple[float, float] | None = None,
+) -> None:
     from matplotlib import rcParams
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
@@ -137,10 +146,10 @@ def draw(path: Path, found: Series, x_of: Callable[[Any], float], x_label: str, 
         points = sorted((x_of(column), loss) for column, (loss, _) in cells.items())
         is_ours = rule == "ours"
         axes.plot(*zip(*points, strict=True), "o-", lw=3 if is_ours else 1.3, ms=4, label=NAMES[rule].strip("*"))
-    if "gap" in path.name:
-        axes.plot(*zip(*DEEPMIND.items(), strict=True), "k^:", label="DiLoCo, published (arXiv 2503.09799)")
-    else:
-        axes.set_ylim(*HEIGHT)
+    if published:
+        axes.plot(*zip(*published.items(), strict=True), "k^:", label="DiLoCo, published (arXiv 2503.09799)")
+    if height:
+        axes.set_ylim(*height)
     axes.set_xscale("log")
     ticks = sorted({x_of(column) for cells in found.values() for column in cells})
     axes.set_xticks(ticks, [f"{tick:,g}" for tick in ticks])
@@ -184,8 +193,10 @@ def main() -> None:
             lambda size: SIZES[size].num_parameters,
             "parameters",
             "loss above synchronous training, %",
+            published=DEEPMIND,
         )
-    draw(arguments.docs / "lab-links.svg", links(rows), float, "Mbit/s", "loss after equal time, nats per byte")
+    y_label = "loss after equal time, nats per byte"
+    draw(arguments.docs / "lab-links.svg", links(rows), float, "Mbit/s", y_label, height=HEIGHT)
 
 
 if __name__ == "__main__":

@@ -195,15 +195,15 @@ def test_a_peer_that_never_has_enough_closing_swaps_does_not_hold_the_other(
         liar, honest = (Replica(swarm, name, tmp_path) for name in ("a", "b"))
         monkeypatch.setattr(liar.outer._mixing, "missing_mixings", lambda: 1)
         monkeypatch.setattr("noloco_p2p.outer.noloco.CLOSING_WAIT_S", 1.0)
-        until_over = threading.Event()
+        is_over = threading.Event()
 
         def close() -> None:
             honest.outer.close()
-            until_over.set()
+            is_over.set()
             liar.peer.leave_requested.set()
 
         together(liar.outer.close, close)
-    assert until_over.is_set()
+    assert is_over.is_set()
 
 
 def test_a_peer_alone_ends_its_closing_swaps_at_once(tmp_path: Path) -> None:
