@@ -95,13 +95,13 @@ def cases(*, quick: bool) -> list[Case]:
     if quick:
         return [*honest, *(Case(attack, num_liars=1) for attack in (Attack.SCALED, Attack.BACK))]
     hostile = [
+        *(Case(filter=name, setting=setting) for setting in (OWN_TEXTS, SLOW) for name in ("", OPEN)),
+        *(Case(attack, num_liars=1, setting=SLOW) for attack in (*ADAPTIVE, Attack.CONSTANT)),
         *(Case(attack, num_liars=1) for attack in dict.fromkeys((*ADAPTIVE, *Attack))),
         *(Case(attack, num_liars=1, is_greedy=True) for attack in (*ADAPTIVE, Attack.NOISE, Attack.STALLS)),
         Case(num_honest=14),
         *(Case(attack, num_honest=14, num_liars=3) for attack in ADAPTIVE),
         *(Case(attack, num_liars=1, filter=OPEN) for attack in (Attack.SCALED, Attack.FLIPPED, Attack.BACK)),
-        *(Case(filter=name, setting=setting) for setting in (OWN_TEXTS, SLOW) for name in ("", OPEN)),
-        *(Case(attack, num_liars=1, setting=SLOW) for attack in (*ADAPTIVE, Attack.CONSTANT)),
     ]
     both = (replace(case, seed=seed) for seed in HOSTILE_SEEDS for case in hostile)
     return sorted([*honest, Case(setting=ISLANDS), *both], key=lambda case: case.seed)  # --minutes leaves seeds out

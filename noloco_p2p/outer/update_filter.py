@@ -11,8 +11,9 @@ the half-differences of honest peers, the radius cuts about one in five. It is a
 moves from one mixing to the next, because liars that drive honest peers apart would otherwise widen it, and as much as
 this peer moves while there is no median.
 
-The same bounds hold for the spectral norm. The half-differences of honest peers stretch all vectors alike, as the steps
-of Muon do. A matrix of rank 1 with the same norm stretches one vector many times more, and does as much more harm.
+The spectral norm has such a radius as well. Honest half-differences stretch all vectors alike. A matrix of rank 1 with
+the same norm stretches one vector many times more, and does as much more harm. This radius has no upper bound, because
+peers whose texts differ pull each other more to one side than their own steps do.
 
 In closing swaps, nobody moves, and peers are closer after each of them. Two mixings halve the distance of honest peers,
 so they halve the radius.
@@ -61,7 +62,7 @@ RADIUS = 1.25  # times the median norms of the half-differences of different par
 # peers apart would widen the radius.
 MOST = 2.0
 FIRST = 1.0  # the same, while there is no median
-SPIKE = 2.0  # times the spectral norm of a random matrix with the norm of this peer's own movement
+SPIKE = 2.0  # times the spectral norm of a random matrix with the norm of FIRST
 PULL = 0.3  # cosine with the pull of the partner alone
 DRAG = 0.3  # cosine with the direction against the last own steps
 SPIKE = 2.0
@@ -220,10 +221,12 @@ class UpdateFilter:
         number, moved = piece.number, float(torch.linalg.vector_norm(own - self._mixed[piece.number]))
         if not (is_at_rest and self._movement[number]):
             self._movement[number] = _smoothed(self._movement[number], moved)
-        spectral = min(1.0, SPIKE * piece.flat)
-        own_norms = max(moved, self._movement[number]) * torch.tensor([1.0, spectral], device="cpu")
-        limits = RADIUS * usual if is_at_rest else torch.minimum(RADIUS * usual, MOST * own_norms)
-        return self._scale * limits.where(~usual.isnan(), FIRST * own_norms)
+        moved = max(moved, self._movement[number])
+        limits = RADIUS * usual
+        if not is_at_rest:
+            limits[0] = min(float(limits[0]), MOST * moved)
+        first = FIRST * moved * torch.tensor([1.0, min(1.0, SPIKE * piece.flat)], device="cpu")
+        return self._scale * limits.where(~usual.isnan(), first)
 
 
 class Memory:
