@@ -12,8 +12,8 @@ moves from one mixing to the next, because liars that drive honest peers apart w
 this peer moves while there is no median.
 
 The spectral norm has such a radius as well. Honest half-differences stretch all vectors alike. A matrix of rank 1 with
-the same norm stretches one vector many times more, and does as much more harm. This radius has no upper bound, because
-peers whose texts differ pull each other more to one side than their own steps do.
+the same norm stretches one vector many times more, and does as much more harm. This radius has no other bound: how much
+honest peers pull to one side depends on their optimizer and their texts.
 
 In closing swaps, nobody moves, and peers are closer after each of them. Two mixings halve the distance of honest peers,
 so they halve the radius.
@@ -62,7 +62,6 @@ RADIUS = 1.25  # times the median norms of the half-differences of different par
 # peers apart would widen the radius.
 MOST = 2.0
 FIRST = 1.0  # the same, while there is no median
-SPIKE = 2.0  # times the spectral norm of a random matrix with the norm of FIRST
 PULL = 0.3  # cosine with the pull of the partner alone
 DRAG = 0.3  # cosine with the direction against the last own steps
 SPIKE = 2.0
@@ -77,12 +76,6 @@ class Piece:
     number: int
     place: slice
     width: int
-
-    @property
-    def flat(self) -> float:
-        """Return the spectral norm of a random matrix of this shape whose norm is 1."""
-        num_rows = (self.place.stop - self.place.start) // self.width
-        return min(1.0, num_rows**-0.5 + self.width**-0.5) if num_rows and self.width > 1 else 1.0
 
 
 class UpdateFilter:
@@ -172,9 +165,10 @@ class UpdateFilter:
         """Return the norm of a piece, and about its spectral norm: the length to which it stretches a vector most."""
         values = halves[piece.place]
         norm = torch.linalg.vector_norm(values)
-        if piece.flat == 1.0:
+        num_rows = len(values) // piece.width
+        if min(num_rows, piece.width) < 2:
             return torch.stack([norm, norm])
-        rows = values[: len(values) // piece.width * piece.width].view(-1, piece.width)
+        rows = values[: num_rows * piece.width].view(num_rows, piece.width)
         vector = self._signs[: piece.width]
         for _ in range(2):
             vector = normalize(rows.T @ normalize(rows @ vector, dim=0), dim=0)
@@ -225,8 +219,7 @@ class UpdateFilter:
         limits = RADIUS * usual
         if not is_at_rest:
             limits[0] = min(float(limits[0]), MOST * moved)
-        first = FIRST * moved * torch.tensor([1.0, min(1.0, SPIKE * piece.flat)], device="cpu")
-        return self._scale * limits.where(~usual.isnan(), first)
+        return self._scale * limits.nan_to_num(FIRST * moved)
 
 
 class Memory:

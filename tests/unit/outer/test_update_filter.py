@@ -110,8 +110,7 @@ def test_closing_swaps_may_be_as_long_as_those_of_peers_that_come_closer_with_ea
     assert replica.swap("liar-4", 1000.0) == pytest.approx(RADIUS * 0.8, rel=1e-4), "it trains again"
 
 
-@pytest.mark.parametrize(("num_before", "norm"), [(0, 1.0), (6, 0.5)])
-def test_a_half_difference_that_pulls_everything_to_one_side_is_made_shorter(num_before: int, norm: float) -> None:
+def test_a_half_difference_that_pulls_everything_to_one_side_is_made_shorter() -> None:
     rows, width = 64, 100
     random, chunk = torch.Generator().manual_seed(4), (0, rows * width)
     judging = UpdateFilter([(rows, width)], [chunk], seed=0)
@@ -124,11 +123,11 @@ def test_a_half_difference_that_pulls_everything_to_one_side_is_made_shorter(num
         after = judging.judge(given, partner).values
         return float(after.norm() / halves.norm())
 
-    for number in range(num_before):
+    for number in range(6):
         assert left(f"honest-{number}", torch.randn(rows * width, generator=random) / 160) > 0.9
     across, down = torch.randn(rows, generator=random), torch.randn(width, generator=random)
     one_side = torch.outer(across, down).flatten()
-    assert left("liar", norm * one_side / one_side.norm()) < 0.5
+    assert left("liar", 0.5 * one_side / one_side.norm()) < 0.3
     assert left("honest", torch.randn(rows * width, generator=random) / 160) > 0.9
 
 
