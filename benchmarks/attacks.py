@@ -2,13 +2,13 @@
 
     python benchmarks/attacks.py [--quick] [--json FILE] [--kept FILE] [--minutes M] [--jobs N]
 
-The swarms are simulated on links of 0.6 Mbit/s, which carry the weights in about five inner steps. They train the toy
-model (toy.toml) with the optimizer, the codec and the closing swaps that `noloco init` writes; liars take part to the
-end. Losses are validation losses, averaged over the honest replicas at the end, and compared with those of the same
-replicas without liars. The figures of an attack are means over the seeds that are done, of two. "open" means that there
-is no filter. `harness/hostile.py` describes the attacks. A greedy liar makes offers to everybody all the time, and
-accepts every offer. The share of a liar is its share of the swaps of honest peers, in multiples of that of another
-peer.
+The swarms are simulated on links of 0.6 Mbit/s, which carry the weights in about five inner steps, and a few on
+"slow links" of 0.1 Mbit/s, which carry them in about thirty. They train the toy model (toy.toml) with the optimizer,
+the codec and the closing swaps that `noloco init` writes; liars take part to the end. Losses are validation losses,
+averaged over the honest replicas at the end, and compared with those of the same replicas without liars. The figures
+of an attack are means over the seeds that are done, of two. "open" means that there is no filter. `harness/hostile.py`
+describes the attacks. A greedy liar makes offers to everybody all the time, and accepts every offer. The share of a
+liar is its share of the swaps of honest peers, in multiples of that of another peer.
 
 With `--kept`, each case is added to a file of JSON lines (results/attacks.jsonl), and those that it holds for the same
 limits are not simulated again. With `--minutes`, no case begins after this time, and the table has those that are done.
@@ -24,7 +24,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from multiprocessing import get_context
@@ -48,8 +48,9 @@ TOY = Path(__file__).parent / "toy.toml"
 NUM_STEPS, QUICK_STEPS, SEEDS, HOSTILE_SEEDS, JOBS = 200, 40, (0, 1, 2, 3), (0, 1), 2
 ADAPTIVE = (Attack.BACK, Attack.UPHILL, Attack.DRIFT)
 OPEN = "open"
-NO_LIMITS = dict.fromkeys(("RADIUS", "MOST", "PULL", "DRAG"), 1e9)
+NO_LIMITS = dict.fromkeys(("RADIUS", "MOST", "FIRST", "PULL", "DRAG"), 1e9)
 ISLANDS, OWN_TEXTS = "two islands until the middle", "each with its own texts"
+SLOW, LINKS = "slow links", {True: "0.1mbit-20ms", False: "0.6mbit-20ms"}
 MOST_COST, MOST_HARM, MOST_HARM_OF_THREE, MOST_SHARE = 0.3, 3.0, 6.0, 1.5
 
 
@@ -63,11 +64,11 @@ class Case:
     is_greedy: bool = False
     filter: str = ""  # OPEN, or empty for the filter's own limits
     seed: int = 0
-    honest: str = ""  # ISLANDS or OWN_TEXTS
+    setting: str = ""  # ISLANDS, OWN_TEXTS or SLOW
 
     @property
     def name(self) -> str:
-        ways = [f"{self.num_liars} of {self.num_honest + self.num_liars}", self.attack or "honest", self.honest]
+        ways = [f"{self.num_liars} of {self.num_honest + self.num_liars}", self.attack or "honest", self.setting]
         return ", ".join(filter(None, [*ways, "greedy" * self.is_greedy, self.filter]))
 
     @property
@@ -94,15 +95,16 @@ def cases(*, quick: bool) -> list[Case]:
     if quick:
         return [*honest, *(Case(attack, num_liars=1) for attack in (Attack.SCALED, Attack.BACK))]
     hostile = [
+        *(Case(filter=name, setting=setting) for setting in (OWN_TEXTS, SLOW) for name in ("", OPEN)),
+        *(Case(attack, num_liars=1, setting=SLOW) for attack in (*ADAPTIVE, Attack.CONSTANT)),
         *(Case(attack, num_liars=1) for attack in dict.fromkeys((*ADAPTIVE, *Attack))),
         *(Case(attack, num_liars=1, is_greedy=True) for attack in (*ADAPTIVE, Attack.NOISE, Attack.STALLS)),
         Case(num_honest=14),
         *(Case(attack, num_honest=14, num_liars=3) for attack in ADAPTIVE),
         *(Case(attack, num_liars=1, filter=OPEN) for attack in (Attack.SCALED, Attack.FLIPPED, Attack.BACK)),
-        *(Case(filter=name, honest=OWN_TEXTS) for name in ("", OPEN)),
     ]
     both = (replace(case, seed=seed) for seed in HOSTILE_SEEDS for case in hostile)
-    return sorted([*honest, Case(honest=ISLANDS), *both], key=lambda case: case.seed)  # --minutes leaves seeds out
+    return sorted([*honest, Case(setting=ISLANDS), *both], key=lambda case: case.seed)  # --minutes leaves seeds out
 
 
 def material_and_plan(steps: int, case: Case, folder: Path) -> tuple[Material, Plan]:
@@ -110,10 +112,10 @@ def material_and_plan(steps: int, case: Case, folder: Path) -> tuple[Material, P
     changes = {f"{name}.{field}": value for name in ("train", "outer", "codec") for field, value in getattr(init, name)}
     changes |= {"train.total_steps": steps, "train.warmup_steps": steps // 10, "outer.closing_mixings": "auto"}
     changes |= {"codec.weights": "int8"} if case.attack is Attack.NAN else {}
-    changes |= {"data.source": "own"} if case.honest == OWN_TEXTS else {}
-    links = parse_links(["0.6mbit-20ms"])
+    changes |= {"data.source": "own"} if case.setting == OWN_TEXTS else {}
+    links = parse_links([LINKS[case.setting == SLOW]])
     plan = Plan(case.num_honest + case.num_liars, seed=case.seed, links=links, evaluations=1)
-    texts = own_texts(folder, case.num_honest) if case.honest == OWN_TEXTS else {}
+    texts = own_texts(folder, case.num_honest) if case.setting == OWN_TEXTS else {}
     return Material.of(TrainerSpec.load(TOY).with_changes(changes), texts), plan
 
 
@@ -135,7 +137,7 @@ def simulate(case: Case, steps: int) -> Found:
 
     def on_made(replicas: list[SimulatedReplica]) -> None:
         made.extend(replicas)
-        if case.honest == ISLANDS:
+        if case.setting == ISLANDS:
             divide(replicas, until_s=steps / 2)
 
     with patch.dict(vars(update_filter), case.limits), tempfile.TemporaryDirectory() as folder:
@@ -168,18 +170,22 @@ def simulate_all(wanted: Iterable[Case], steps: int, args: argparse.Namespace) -
     lines = args.kept.read_text(encoding="utf-8").splitlines() if args.kept and args.kept.exists() else []
     kept: Mapping[str, Found] = {line["case"]: Found(**line["found"]) for line in map(json.loads, lines)}
     found = {case: kept[case.key(steps)] for case in wanted if case.key(steps) in kept}
-    left = [case for case in wanted if case not in found]
     with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
-        for first in range(0, len(left), args.jobs):
-            if time.monotonic() > until_s:
-                break
-            some = left[first : first + args.jobs]
-            found |= zip(some, pool.map(simulate, some, [steps] * len(some)), strict=True)
+        futures = {pool.submit(simulate_until, until_s, case, steps): case for case in wanted if case not in found}
+        for future in as_completed(futures):
+            if (result := future.result()) is None:
+                continue
+            case = futures[future]
+            found[case] = result
             if args.kept:
                 with args.kept.open("a", encoding="utf-8") as file:
-                    for case in some:
-                        print(json.dumps({"case": case.key(steps), "found": asdict(found[case])}), file=file)
+                    print(json.dumps({"case": case.key(steps), "found": asdict(result)}), file=file)
     return found
+
+
+def simulate_until(until_s: float, case: Case, steps: int) -> Found | None:
+    """Simulate a case that begins before this time, on the clock of all processes."""
+    return simulate(case, steps) if time.monotonic() <= until_s else None
 
 
 def claims_of(found: Mapping[Case, Found], *, quick: bool) -> list[Claim]:
@@ -200,19 +206,22 @@ def claims_of(found: Mapping[Case, Found], *, quick: bool) -> list[Claim]:
     claims.append(Claim("honest: clipped", 100 * found[Case()].clipped, "% of pieces"))
     claims.append(Claim("honest: swaps", found[Case()].swaps, "a peer"))
     claims.append(Claim("honest: spread at the end", 100 * found[Case()].spread, "%"))
-    if (islands := Case(honest=ISLANDS)) in found:
+    if (islands := Case(setting=ISLANDS)) in found:
         claims.append(Claim(f"{ISLANDS}: spread at the end", 100 * found[islands].spread, "%"))
         claims.append(Claim(f"{ISLANDS}: loss", change(islands, Case()), "%"))
-    if own := [case for case in wanted if case == Case(honest=OWN_TEXTS, seed=case.seed)]:
-        cost = mean(change(case, replace(case, filter=OPEN)) for case in own)
-        claims.append(Claim(f"{OWN_TEXTS}: cost of the filter", cost, "%"))
+    for setting in (OWN_TEXTS, SLOW):
+        some = [case for case in wanted if case == Case(setting=setting, seed=case.seed)]
+        pairs = [(case, opened) for case in some if (opened := replace(case, filter=OPEN)) in found]
+        if pairs:
+            cost = mean(change(*pair) for pair in pairs)
+            claims.append(Claim(f"honest, {setting}: cost of the filter", cost, "%"))
     if len(losses) > 1:
         claims.append(Claim("honest: noise from seed to seed", 100 * stdev(losses) / mean(losses), "%"))
     for case in (case for case in wanted if case.attack and not case.seed):
         seeds = [each for each in wanted if each.name == case.name]
-        harm = mean(change(each, Case(num_honest=case.num_honest, seed=each.seed)) for each in seeds)
+        harm = mean(change(each, replace(each, attack=None, num_liars=0, is_greedy=False, filter="")) for each in seeds)
         most = MOST_HARM if case.num_liars == 1 else MOST_HARM_OF_THREE
-        target = ("", None) if case.filter or quick else (f"<= {most:g}", harm <= most)
+        target = ("", None) if case.filter or case.setting or quick else (f"<= {most:g}", harm <= most)
         claims.append(Claim(f"{case.name}: loss", harm, "%", *target))
         if case.is_greedy and not case.filter:
             share = mean(found[each].share for each in seeds)

@@ -7,8 +7,16 @@ piece is a part of one tensor within one chunk. Each partner of a swap computes 
 The radius is one and a quarter times the median norm of the newest half-differences of the last `PARTNERS` different
 partners in this piece. Each partner counts once, so a liar that this peer meets often has one voice. The norms are
 remembered as they arrived: a median of clipped norms would fall again and again, until nothing honest could pass. From
-the half-differences of honest peers, the radius cuts about one in ten. It is also at most twice what this peer itself
-moves from one mixing to the next, because liars that drive honest peers apart would otherwise widen it.
+the half-differences of honest peers, the radius cuts about one in five. It is also at most twice what this peer itself
+moves from one mixing to the next, because liars that drive honest peers apart would otherwise widen it, and as much as
+this peer moves while there is no median.
+
+The spectral norm has such a radius as well. Honest half-differences stretch all vectors alike. A matrix of rank 1 with
+the same norm stretches one vector many times more, and does as much more harm. This radius has no other bound: how much
+honest peers pull to one side depends on their optimizer and their texts.
+
+In closing swaps, nobody moves, and peers are closer after each of them. Two mixings halve the distance of honest peers,
+so they halve the radius.
 
 What is left to a liar is to do the same harm in every swap. Two cosines show that, and if one of them is beyond its
 limit, the half-difference is scaled down until it would be at the limit if nothing else had changed:
@@ -30,9 +38,12 @@ import secrets
 import threading
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from noloco_p2p.gossip.coder import Coding
 from noloco_p2p.gossip.exchange import Halves
@@ -45,27 +56,37 @@ PULL_SKETCH = 64  # sums by which the pull of each partner is remembered; divide
 SMOOTHING = 0.125  # weight of a new movement
 PATH_SMOOTHING = 0.05  # weight of a new movement in the direction of this peer's own steps
 PULL_SMOOTHING = 0.3  # weight of a new half-difference in the pull of its partner
-# benchmarks/lab/liars.py measures how well these limits work and what they cost.
-RADIUS = 1.25  # times the median norm of the half-differences of different partners
+# benchmarks/attacks.py measures how well these limits work and what they cost.
+RADIUS = 1.25  # times the median norms of the half-differences of different partners
 # Times this peer's own movement since the last mixing, or its mean if that is more. Without it, liars that drive honest
 # peers apart would widen the radius.
 MOST = 2.0
+FIRST = 1.0  # the same, while there is no median
 PULL = 0.3  # cosine with the pull of the partner alone
 DRAG = 0.3  # cosine with the direction against the last own steps
 # With `outer.wait`, one swap carries everything that partners have learned apart, and their mean must be exact.
 SCALE_WAITING = 2.0  # times all limits
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a tensor in a chunk. The pieces of a vector are numbered in its order. A row has `width` elements."""
+
+    number: int
+    place: slice
+    width: int
+
+
 class UpdateFilter:
     """The filter of one replica and its history, which is not saved: after a restart, a few swaps rebuild it.
 
-    `sizes` are those of the tensors that form the vector, and `chunks` are its chunks (start, stop). `is_waiting` says
+    `shapes` are those of the tensors that form the vector, and `chunks` are its chunks (start, stop). `is_waiting` says
     whether training waits for swaps (`outer.wait`). Only a simulation sets `seed`, because the signs are secret.
     """
 
     def __init__(
         self,
-        sizes: Sequence[int],
+        shapes: Sequence[Sequence[int]],
         chunks: Sequence[tuple[int, int]],
         *,
         is_waiting: bool = False,
@@ -73,9 +94,9 @@ class UpdateFilter:
     ) -> None:
         self._scale = SCALE_WAITING if is_waiting else 1.0
         self._is_waiting = is_waiting
-        self._pieces = dict(zip((start for start, _ in chunks), pieces_of(sizes, chunks), strict=True))
+        self._pieces = dict(zip((start for start, _ in chunks), pieces_of(shapes, chunks), strict=True))
         num_pieces = sum(map(len, self._pieces.values()))
-        self._norms = Memory(PARTNERS, num_pieces, 1)
+        self._norms = Memory(PARTNERS, num_pieces, 2)  # as `_norms_of` returns them
         self._pulls = Memory(REMEMBERED, num_pieces, PULL_SKETCH)
         # With a small tensor for each piece, allocated between large ones, the C library would keep as much free memory
         # as the model takes, in parts that are too small for the next chunk.
@@ -86,19 +107,20 @@ class UpdateFilter:
         self._signs = torch.empty(longest, dtype=torch.float32, device="cpu").bernoulli_(generator=random)
         self._signs.mul_(2).sub_(1)
         self._movement = [0.0] * num_pieces  # running mean of this peer's movement between two mixings
+        self._rested = [0] * num_pieces  # mixings since the last inner step
         self._judging = threading.Lock()
 
     def begin(self, start: int, values: Tensor) -> None:
         """Record the values of the chunk that begins at `start`, from which this peer moves until the next mixing."""
-        for piece, place in self._pieces[start]:
-            self._mixed[piece] = self._sketch(values, place)
+        for piece in self._pieces[start]:
+            self._mixed[piece.number] = self._sketch(values, piece.place)
 
     def judge(self, coding: Coding, partner: str, *, is_at_rest: bool = False) -> Halves:
         """Overwrite a snapshot with the half-differences of its swap, and clip them. The call is thread-safe.
 
         If `is_at_rest`, training is over, so this peer does not move any more.
         """
-        norms: list[float] = []  # of each piece, as it arrived
+        norms: list[Tensor] = []  # of each piece, as it arrived
         sketches: list[tuple[int, Tensor, Tensor]] = []  # each piece, its values, and its half-differences
         num_clipped, factor, square, own_square, moved_square = 0, 1.0, 0.0, 0.0, 0.0
         with self._judging:
@@ -106,24 +128,28 @@ class UpdateFilter:
                 values, halves = coding.values[chunk.start : chunk.stop], coding.half_difference(index)
                 own_square += float(torch.linalg.vector_norm(values)) ** 2
                 pieces = self._pieces[coding.start + chunk.start]
-                for (piece, place), middle in zip(pieces, self._medians(pieces), strict=True):
-                    own = self._sketch(values, place)
-                    radius = self._radius(piece, own, middle, is_at_rest=is_at_rest)
-                    norms.append(norm := float(torch.linalg.vector_norm(halves[place])))
-                    square += norm * norm
-                    if norm > radius:
-                        halves[place].mul_(radius / norm)
+                medians = self._norms.medians(range(pieces[0].number, pieces[-1].number + 1))
+                for piece, usual in zip(pieces, medians, strict=True):
+                    own = self._sketch(values, piece.place)
+                    norm = self._norms_of(piece, halves)
+                    closer = 2.0 ** (-self._rested[piece.number] / 2) if is_at_rest else 1.0  # by closing swaps
+                    limit = closer * self._limits(piece, own, usual, is_at_rest=is_at_rest)
+                    shorter = min(1.0, float((limit / norm).nan_to_num(1.0).min()))
+                    if shorter < 1.0:
+                        halves[piece.place].mul_(shorter)
                         num_clipped += 1
-                    moved_square += min(norm, radius) ** 2
-                    sketches.append((piece, own, self._sketch(halves, place)))
+                    square += float(norm[0]) ** 2
+                    moved_square += (shorter * float(norm[0])) ** 2
+                    norms.append(norm / closer)
+                    sketches.append((piece.number, own, self._sketch(halves, piece.place)))
                 values.copy_(halves)
             part = range(sketches[0][0], sketches[-1][0] + 1)  # the pieces of a slice are consecutive
-            if not (is_at_rest or self._is_waiting):
+            if not self._is_waiting:
                 factor = min(_within(self._pull(partner, part, sketches), PULL), _within(-self._cosine(sketches), DRAG))
                 coding.values.mul_(factor)
                 moved_square *= factor**2
-            self._note(sketches, factor)
-            self._norms.put(partner, part, torch.tensor(norms, dtype=torch.float32, device="cpu")[:, None])
+            self._note(sketches, factor, is_at_rest=is_at_rest)
+            self._norms.put(partner, part, torch.stack(norms))
         num_elements = len(coding.values)
         return Halves(
             coding.values,
@@ -133,6 +159,19 @@ class UpdateFilter:
             num_pieces=len(norms),
             num_clipped=num_clipped,
         )
+
+    def _norms_of(self, piece: Piece, halves: Tensor) -> Tensor:
+        """Return the norm of a piece, and about its spectral norm: the length to which it stretches a vector most."""
+        values = halves[piece.place]
+        norm = torch.linalg.vector_norm(values)
+        num_rows = len(values) // piece.width
+        if min(num_rows, piece.width) < 2:
+            return torch.stack([norm, norm])
+        rows = values[: num_rows * piece.width].view(num_rows, piece.width)
+        vector = self._signs[: piece.width]
+        for _ in range(2):
+            vector = normalize(rows.T @ normalize(rows @ vector, dim=0), dim=0)
+        return torch.stack([norm, torch.linalg.vector_norm(rows @ vector)])
 
     def _sketch(self, values: Tensor, place: slice) -> Tensor:
         """Return sums of numbers with random signs, which have about the norm and the cosines of the numbers."""
@@ -153,15 +192,13 @@ class UpdateFilter:
                 path_square += float(path @ path)
         return along / math.sqrt(square * path_square) if square * path_square > 0 else 0.0
 
-    def _note(self, sketches: Sequence[tuple[int, Tensor, Tensor]], factor: float) -> None:
+    def _note(self, sketches: Sequence[tuple[int, Tensor, Tensor]], factor: float, *, is_at_rest: bool) -> None:
         for piece, own, halves in sketches:
-            path, moved = self._paths[piece], own - self._mixed[piece]
-            path.copy_(moved if path[0].isnan() else path.lerp(moved, PATH_SMOOTHING))
+            self._rested[piece] = self._rested[piece] + 1 if is_at_rest else 0
+            if not self._rested[piece]:
+                path, moved = self._paths[piece], own - self._mixed[piece]
+                path.copy_(moved if path[0].isnan() else path.lerp(moved, PATH_SMOOTHING))
             self._mixed[piece] = own + factor * halves
-
-    def _medians(self, pieces: Sequence[tuple[int, slice]]) -> list[float]:
-        """Return the median norm of each piece, or NaN if fewer than `VOICES` partners have sent it."""
-        return self._norms.medians(range(pieces[0][0], pieces[-1][0] + 1))[:, 0].tolist()
 
     def _pull(self, partner: str, part: range, sketches: Sequence[tuple[int, Tensor, Tensor]]) -> float:
         """Return the cosine of a half-difference with what its partner alone has pulled to, and remember it."""
@@ -172,13 +209,16 @@ class UpdateFilter:
         length = float(alone.norm() * new.norm())
         return float((alone * new).sum()) / length if length > 0 else 0.0
 
-    def _radius(self, piece: int, own: Tensor, usual: float, *, is_at_rest: bool) -> float:
-        moved = float(torch.linalg.vector_norm(own - self._mixed[piece]))
-        if not (is_at_rest and self._movement[piece]):
-            self._movement[piece] = _smoothed(self._movement[piece], moved)
-        most = MOST * max(moved, self._movement[piece])
-        radius = most if math.isnan(usual) else RADIUS * usual
-        return self._scale * (radius if is_at_rest else min(radius, most))
+    def _limits(self, piece: Piece, own: Tensor, usual: Tensor, *, is_at_rest: bool) -> Tensor:
+        """Return the largest norms that a piece may have, where those of other partners have the medians `usual`."""
+        number, moved = piece.number, float(torch.linalg.vector_norm(own - self._mixed[piece.number]))
+        if not (is_at_rest and self._movement[number]):
+            self._movement[number] = _smoothed(self._movement[number], moved)
+        moved = max(moved, self._movement[number])
+        limits = RADIUS * usual
+        if not is_at_rest:
+            limits[0] = min(float(limits[0]), MOST * moved)
+        return self._scale * limits.nan_to_num(FIRST * moved)
 
 
 class Memory:
@@ -225,21 +265,17 @@ def _smoothed(before: float, value: float) -> float:
     return before + SMOOTHING * (value - before) if before else value
 
 
-def pieces_of(tensor_sizes: Sequence[int], chunks: Sequence[tuple[int, int]]) -> list[list[tuple[int, slice]]]:
-    """Cut the tensors of a vector at the boundaries of its chunks.
-
-    Returns the pieces of each chunk: their numbers, which are consecutive, and their places in the chunk.
-    """
-    ends: list[int] = []
-    for size in tensor_sizes:
-        if size:
-            ends.append((ends[-1] if ends else 0) + size)
-    in_chunks: list[list[tuple[int, slice]]] = []
+def pieces_of(shapes: Sequence[Sequence[int]], chunks: Sequence[tuple[int, int]]) -> list[list[Piece]]:
+    """Cut the tensors of a vector at the boundaries of its chunks, and return the pieces of each chunk."""
+    tensors = [shape for shape in shapes if math.prod(shape)]
+    ends = list(accumulate(map(math.prod, tensors)))
+    in_chunks: list[list[Piece]] = []
     number = 0
     for start, stop in chunks:
-        inner = ends[bisect_right(ends, start) : bisect_right(ends, stop - 1)]
-        cuts = [start, *inner, stop]
-        places = [slice(cuts[index] - start, cuts[index + 1] - start) for index in range(len(cuts) - 1)]
-        in_chunks.append(list(enumerate(places, number)))
+        first, last = bisect_right(ends, start), bisect_right(ends, stop - 1)
+        cuts = [start, *ends[first:last], stop]
+        places = [slice(begin - start, end - start) for begin, end in pairwise(cuts)]
+        widths = [math.prod(shape[1:]) for shape in tensors[first : last + 1]]
+        in_chunks.append([Piece(number + i, *each) for i, each in enumerate(zip(places, widths, strict=True))])
         number += len(places)
     return in_chunks

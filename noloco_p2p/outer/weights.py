@@ -49,9 +49,9 @@ class Weights:
         self.num_swapped = num * (1 + outer.sends_slow_weights + outer.sends_momentum)
         self.units = Units(self.num_swapped)
         chunks = self.units.chunks(Slice(0, self.units.num_units))
-        sizes = [param.numel() for _, param in parameters.named] * (self.num_swapped // num)
+        shapes = [param.shape for _, param in parameters.named] * (self.num_swapped // num)
         bounds = [(chunk.start, chunk.stop) for chunk in chunks]
-        self.filter = UpdateFilter(sizes, bounds, is_waiting=outer.wait, seed=seed)
+        self.filter = UpdateFilter(shapes, bounds, is_waiting=outer.wait, seed=seed)
         self._accelerator = torch.get_device_module(parameters.device) if has_own_memory(parameters.device) else None
         self._stream = self._accelerator.Stream(parameters.device) if self._accelerator else None
         self._begin_to_move()

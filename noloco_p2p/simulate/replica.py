@@ -152,7 +152,7 @@ class SimulatedPeer:
         """Swap without training, as `NoLoCo.close` does."""
         self._service.state = "training"
         closing = Closing(self.mixing, now_s(), wait_s=CLOSING_WAIT_S)
-        while not closing.is_over(now_s()):
+        while not (closing.is_over(now_s()) or self.exchange.has_diverged):
             await self.exchange.settled(LOOK_S)
             closing.note(now_s(), has_swapped=self.apply())
 
