@@ -260,6 +260,8 @@ class Demo:
         self.doing = "training" if any(peer.has_begun for peer in self.peers) else "starting the peers"
         if all(peer.is_done for peer in self.peers):
             self.doing = "all peers are done"
+        elif all(peer.is_done or peer.state == "closing" for peer in self.peers):
+            self.doing = "mixing the final weights"
         if self._trains_since is None and self.done and all(peer.metrics or peer.is_done for peer in self.peers):
             self._trains_since = time.monotonic(), self.done
 

@@ -155,7 +155,7 @@ class TrainerBase:
         try:
             while metrics.step != last_step and not peer.leave_requested.is_set() and step():
                 now_s = time.monotonic()
-                if now_s >= report_at_s:
+                if now_s >= report_at_s or self.finished:
                     report_at_s = now_s + settings.report_every_s
                     measure()
                     self._report()
