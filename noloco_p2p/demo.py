@@ -89,7 +89,7 @@ class DemoPeer:
     def look(self) -> None:
         """Update what is known of the peer."""
         for number, event in enumerate(self.events()):
-            if event["event"] in ("report", "finished", "stopped"):
+            if event["event"] in ("report", "closing", "finished", "stopped"):
                 self.metrics = event
             if event["event"] == "started":
                 self.peer_id = event["peer_id"]
@@ -260,7 +260,7 @@ class Demo:
         self.doing = "training" if any(peer.has_begun for peer in self.peers) else "starting the peers"
         if all(peer.is_done for peer in self.peers):
             self.doing = "all peers are done"
-        elif all(peer.is_done or peer.state == "closing" for peer in self.peers):
+        elif all(peer.state in ("closing", "done", "gone") for peer in self.peers):
             self.doing = "mixing the final weights"
         if self._trains_since is None and self.done and all(peer.metrics or peer.is_done for peer in self.peers):
             self._trains_since = time.monotonic(), self.done

@@ -155,7 +155,7 @@ class TrainerBase:
         try:
             while metrics.step != last_step and not peer.leave_requested.is_set() and step():
                 now_s = time.monotonic()
-                if now_s >= report_at_s or self.finished:
+                if now_s >= report_at_s:
                     report_at_s = now_s + settings.report_every_s
                     measure()
                     self._report()
@@ -205,6 +205,7 @@ class TrainerBase:
     def _close(self) -> None:
         """After training, swap weights a few more times, so that this peer gets close to the mean of the swarm."""
         metrics, before = self.peer.metrics, self.peer.metrics.swaps
+        self.events.write("closing", **metrics.as_dict())
         with self.peer.progress.task("mixing the final weights with other peers"):
             self.outer.close()
         self.say(f"{self.line_begins}mixed the final weights in {counted(metrics.swaps - before, 'swap')}")

@@ -105,8 +105,8 @@ def close_of(bench: Bench) -> None:
 
 def test_when_each_connection_is_slow_a_swap_gets_several_times_the_rate_of_one() -> None:
     # Long against the 4 MB that the kernel buffers for each new connection, which a shorter swap would measure.
-    with bench(mbit_s=20, own_rates=True) as there:
-        assert there.swap(15_000_000)[1] > 1.5 * 20  # one connection has at most 20, and a slow processor slows several
+    with bench(mbit_s=10, own_rates=True) as there:  # a slow processor could not use several with 20
+        assert there.swap(15_000_000)[1] > 2 * 10
         assert there.link.num_connections == FAR_CONNECTIONS
         close_of(there)
 

@@ -40,7 +40,7 @@ NUM_CHUNKS = 48  # three seconds
 
 def is_about(seconds: float, expected_s: float) -> bool:
     """Return whether the time is at most a tenth below the expected one; on a busy machine it may be somewhat above."""
-    return 0.9 * expected_s <= seconds <= 1.8 * expected_s
+    return 0.9 * expected_s <= seconds <= 1.4 * expected_s
 
 
 class Sink:
@@ -153,15 +153,15 @@ def test_without_caps_nothing_is_counted_and_no_window_is_set() -> None:
 @pytest.mark.parametrize("capped", ["a", "b"])
 def test_a_swap_of_a_capped_peer_takes_what_the_cap_says_and_the_measured_link_shows_it(capped: str) -> None:
     """Data flows in both directions and one of them is capped, whichever peer made the offer."""
-    num_elements = 3_000_000
+    num_elements, rate = 3_000_000, RATE / 2  # so that a slow processor, which codes meanwhile, is within the bound
     with LoopbackSwarm(SPEC) as swarm:
-        swarm.rates[capped] = (RATE, None)
+        swarm.rates[capped] = (rate, None)
         peers = [Swapping(swarm.peer(name), random_vector(seed, num_elements)) for seed, name in enumerate("ab")]
         began_s = time.monotonic()
         assert len(swap_all(peers)) == 2
-        assert is_about(time.monotonic() - began_s, 4 * num_elements / RATE)  # includes the time to code the vectors
+        assert is_about(time.monotonic() - began_s, 4 * num_elements / rate)  # includes the time to code the vectors
         links = [peer.peer.service.gossip.link for peer in peers if peer.peer.service.gossip]
-        assert is_about(num_elements / links["ab".index(capped)].elements_per_s, 4 * num_elements / RATE)
+        assert is_about(num_elements / links["ab".index(capped)].elements_per_s, 4 * num_elements / rate)
 
 
 @pytest.mark.parametrize("side", ["donor", "newcomer"])
