@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 POLL_S = 0.05
+STACKS_S = 10.0  # a process that does not end has this long to print where it is
 REPORT_EVERY_S = "0.3"  # of a peer
 JOIN_LINE, TICKET_LINE = "others join with", "noloco join noloco1"  # the second, only of a peer that starts a run
 SMALL = {  # a model whose inner steps take about 15 ms on one core
@@ -148,10 +150,13 @@ class Command:
         self.process.send_signal(signum)
 
     def wait(self, timeout_s: float = PATIENCE_S) -> int:
-        """Wait until the process ends, and return its exit code."""
+        """Wait until the process ends, and return its exit code. A process that does not end tells where it is."""
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
+            self.send(signal.SIGABRT)  # with PYTHONFAULTHANDLER, it prints the stack of each thread
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(STACKS_S)
             raise AssertionError(f"did not end within {timeout_s:.0f} s:\n{self.text}") from None
 
     def find_p2pd(self) -> psutil.Process | None:
@@ -249,4 +254,4 @@ def _command(arguments: tuple[str | Path, ...], *, ranks: int = 0) -> list[str]:
 def _environment(more: dict[str, str]) -> dict[str, str]:
     own = {name: value for name, value in os.environ.items() if not name.startswith("NOLOCO_")}
     quiet = {"OMP_NUM_THREADS": "1", "NO_COLOR": "1", "PYTHONUNBUFFERED": "1", "XDG_CONFIG_HOME": "/nonexistent"}
-    return own | quiet | more
+    return own | quiet | {"PYTHONFAULTHANDLER": "1"} | more

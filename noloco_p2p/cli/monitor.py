@@ -79,7 +79,10 @@ def monitor(
         uvloop.run(_serve(entry, listen or DEFAULT_WEB, own))
         return
     if watch:
-        uvloop.run(_watch(entry, choice, interval_s, own, as_json=as_json))
+        try:
+            uvloop.run(_watch(entry, choice, interval_s, own, as_json=as_json))
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
         return
     swarm = uvloop.run(snapshot(entry, own))
     if as_json:
@@ -113,10 +116,19 @@ def _entry(ticket: str | None, folder: Path) -> Ticket:
     return replace(given or own, addresses=tuple(dict.fromkeys(known))[:MAX_ADDRESSES])
 
 
+def _stop_on_signals() -> None:
+    """Cancel the current task at the first SIGINT or SIGTERM. A `__del__` can swallow a KeyboardInterrupt."""
+    task = asyncio.current_task()
+    assert task is not None
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(signum, task.cancel)
+
+
 async def _watch(entry: Ticket, choice: Choice, interval_s: float, own: Callable[[], Own], *, as_json: bool) -> None:
     from noloco_p2p.monitor.tables import plain
     from noloco_p2p.monitor.watcher import watching
 
+    _stop_on_signals()
     console = terminal()
     if console.is_terminal and not as_json:
         print(f"looking for live peers of run {entry.run_name}", flush=True)
@@ -161,10 +173,7 @@ async def _serve(entry: Ticket, listen: str, own: Callable[[], Own]) -> None:
         host, port = split_address(listen, host=THIS_MACHINE)
     except ValueError as error:
         raise SettingsError(f"--listen: {error}") from None
-    task = asyncio.current_task()
-    assert task is not None
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(signum, task.cancel)
+    _stop_on_signals()
     with suppress(asyncio.CancelledError):
         print(f"looking for live peers of run {entry.run_name}", flush=True)
         async with watching(entry, own) as (watcher, directory):

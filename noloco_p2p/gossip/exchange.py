@@ -103,6 +103,7 @@ class Exchange:
         self.num_live: Callable[[], int] = lambda: 1
         self.has_partners: Callable[[], bool] = lambda: False  # whether any other peer may be training
         self.on_open: Callable[[], object] = lambda: None  # called on the network thread
+        self.on_close: Callable[[], object] = lambda: None  # likewise
         self._loop = loop
         self._wanted: deque[tuple[Slice, asyncio.Future[tuple[Tensor, int]]]] = deque()
         self._committed: deque[Committed] = deque()
@@ -167,6 +168,10 @@ class Exchange:
         answer = self._loop.create_future()
         self._wanted.append((part, answer))
         return await answer
+
+    def close(self) -> None:
+        self.is_closed = True
+        self.on_close()
 
     def committed(self, swap: Committed) -> None:
         self.is_open = False

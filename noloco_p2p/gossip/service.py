@@ -84,7 +84,7 @@ class PeerService:
 
     async def stop(self) -> None:
         if self._exchange:
-            self._exchange.is_closed = True
+            self._exchange.close()
         await self._tasks.stop(grace_s=0.0)
         self.gossip = None
 

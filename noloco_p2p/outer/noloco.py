@@ -223,6 +223,7 @@ class NoLoCo:
         if not hooked and hasattr(self._inner, "weights_lock"):
             setattr(self._inner, "weights_lock", self.weights.lock)  # noqa: B010 - not part of the protocol
         self._is_locked = self._is_save_due = False
+        self._exchange.on_close = self._unlock
         self._hooks = [hook for each in hooked for hook in self._hook(each, is_last=each is hooked[-1])]
 
     def _hook(self, optimizer: Optimizer, *, is_last: bool) -> list[Any]:
@@ -275,7 +276,10 @@ class NoLoCo:
         return self._step()
 
     def _lock(self, *optimizer_step: object) -> None:
-        """Lock the weights before an optimizer changes them. After a step that failed, they are still locked.
+        """Lock the weights before an optimizer changes them.
+
+        After a step that failed, they stay locked until the next step or the end of the peer. A thread that waited
+        longer to copy them would keep the process alive.
 
         A checkpoint that is due is taken here, because schedulers have followed the last inner step by now.
         """
@@ -574,6 +578,7 @@ class NoLoCo:
     def _restart(self, progress: float) -> None:
         """Continue with new weights. Swaps of the old ones must not be applied to them."""
         self._exchange = self._peer.membership.begin_swaps(self.weights.num_swapped)
+        self._exchange.on_close = self._unlock
         self._mixing.begin_again(self._exchange, progress=progress)
         self._peer.metrics.progress = progress
 

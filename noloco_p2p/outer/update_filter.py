@@ -6,10 +6,11 @@ piece is a part of one tensor within one chunk. Each partner of a swap computes 
 
 The radius is one and a quarter times the median norm of the newest half-differences of the last `PARTNERS` different
 partners in this piece. Each partner counts once, so a liar that this peer meets often has one voice. The norms are
-remembered as they arrived: a median of clipped norms would fall again and again, until nothing honest could pass. From
-the half-differences of honest peers, the radius cuts about one in five. It is also at most twice what this peer itself
-moves from one mixing to the next, because liars that drive honest peers apart would otherwise widen it, and as much as
-this peer moves while there is no median.
+remembered as they arrived: a median of clipped norms would fall again and again, until nothing honest could pass. They
+are measured in what this peer itself moved from one mixing to the next, because while the learning rate rises, norms of
+a hundred steps ago would cut most of what is honest. From the half-differences of honest peers, the radius cuts about
+one in five. It is also at most twice what this peer moves, because liars that drive honest peers apart would otherwise
+widen it, and as much as this peer moves while there is no median.
 
 The spectral norm has such a radius as well. Honest half-differences stretch all vectors alike. A matrix of rank 1 with
 the same norm stretches one vector many times more, and does as much more harm. This radius has no other bound: how much
@@ -23,9 +24,9 @@ limit, the half-difference is scaled down until it would be at the limit if noth
 
 * with what this partner alone has pulled to before: the running mean of its half-differences, minus the median of those
   of all partners, which is what a peer that is ahead, behind or has other text than all others sees from each of them;
-* with the direction in which this peer's own inner steps have moved it between the last mixings. Honest partners are
-  about as often ahead of a peer as behind it, but a liar can pull back in every swap. What swaps have added is no part
-  of this direction: where a liar has pushed, honest partners pull back.
+* against the direction in which this peer's own inner steps have moved it between the last mixings. Honest partners
+  also pull back, since they average out the noise of its gradients, so the limit is relative to the median of the last
+  partners. What swaps have added is no part of this direction: where a liar has pushed, honest partners pull back.
 
 Both are cosines of sketches: sums of numbers with random signs that only this peer knows. A cosine of samples could be
 evaded, because a liar would lie only where nothing is sampled.
@@ -40,6 +41,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -58,12 +60,14 @@ PATH_SMOOTHING = 0.05  # weight of a new movement in the direction of this peer'
 PULL_SMOOTHING = 0.3  # weight of a new half-difference in the pull of its partner
 # benchmarks/attacks.py measures how well these limits work and what they cost.
 RADIUS = 1.25  # times the median norms of the half-differences of different partners
-# Times this peer's own movement since the last mixing, or its mean if that is more. Without it, liars that drive honest
-# peers apart would widen the radius.
+# Times this peer's own movement since the last mixing, or its mean if that is more, which is the unit of all norms.
+# Without it, liars that drive honest peers apart would widen the radius.
 MOST = 2.0
 FIRST = 1.0  # the same, while there is no median
 PULL = 0.3  # cosine with the pull of the partner alone
-DRAG = 0.3  # cosine with the direction against the last own steps
+DRAG = 0.15  # cosine with the direction against the last own steps, beyond the median of the last partners
+FIRST_DRAG = 0.3  # the same cosine, while there is no median
+TINY = 1e-30  # the unit where a peer has not moved at all
 # With `outer.wait`, one swap carries everything that partners have learned apart, and their mean must be exact.
 SCALE_WAITING = 2.0  # times all limits
 
@@ -96,7 +100,8 @@ class UpdateFilter:
         self._is_waiting = is_waiting
         self._pieces = dict(zip((start for start, _ in chunks), pieces_of(shapes, chunks), strict=True))
         num_pieces = sum(map(len, self._pieces.values()))
-        self._norms = Memory(PARTNERS, num_pieces, 2)  # as `_norms_of` returns them
+        self._norms = Memory(PARTNERS, num_pieces, 2)  # as `_norms_of` returns them, in this peer's own movement
+        self._drags = dict[str, float]()  # of the last partners, the newest last
         self._pulls = Memory(REMEMBERED, num_pieces, PULL_SKETCH)
         # With a small tensor for each piece, allocated between large ones, the C library would keep as much free memory
         # as the model takes, in parts that are too small for the next chunk.
@@ -131,21 +136,20 @@ class UpdateFilter:
                 medians = self._norms.medians(range(pieces[0].number, pieces[-1].number + 1))
                 for piece, usual in zip(pieces, medians, strict=True):
                     own = self._sketch(values, piece.place)
-                    norm = self._norms_of(piece, halves)
-                    closer = 2.0 ** (-self._rested[piece.number] / 2) if is_at_rest else 1.0  # by closing swaps
-                    limit = closer * self._limits(piece, own, usual, is_at_rest=is_at_rest)
+                    norm, unit = self._norms_of(piece, halves), self._unit(piece, own, is_at_rest=is_at_rest)
+                    limit = self._scale * unit * limits_of(usual, is_at_rest=is_at_rest)
                     shorter = min(1.0, float((limit / norm).nan_to_num(1.0).min()))
                     if shorter < 1.0:
                         halves[piece.place].mul_(shorter)
                         num_clipped += 1
                     square += float(norm[0]) ** 2
                     moved_square += (shorter * float(norm[0])) ** 2
-                    norms.append(norm / closer)
+                    norms.append(norm / unit)
                     sketches.append((piece.number, own, self._sketch(halves, piece.place)))
                 values.copy_(halves)
             part = range(sketches[0][0], sketches[-1][0] + 1)  # the pieces of a slice are consecutive
             if not self._is_waiting:
-                factor = min(_within(self._pull(partner, part, sketches), PULL), _within(-self._cosine(sketches), DRAG))
+                factor = min(_within(self._pull(partner, part, sketches), PULL), self._drag(partner, sketches))
                 coding.values.mul_(factor)
                 moved_square *= factor**2
             self._note(sketches, factor, is_at_rest=is_at_rest)
@@ -209,16 +213,24 @@ class UpdateFilter:
         length = float(alone.norm() * new.norm())
         return float((alone * new).sum()) / length if length > 0 else 0.0
 
-    def _limits(self, piece: Piece, own: Tensor, usual: Tensor, *, is_at_rest: bool) -> Tensor:
-        """Return the largest norms that a piece may have, where those of other partners have the medians `usual`."""
+    def _drag(self, partner: str, sketches: Sequence[tuple[int, Tensor, Tensor]]) -> float:
+        """Return the factor for a half-difference that pulls back further than those of other partners."""
+        others = [drag for other, drag in self._drags.items() if other != partner]
+        limit = max(0.0, median(others)) + DRAG if len(others) >= VOICES else FIRST_DRAG
+        drag = -self._cosine(sketches)
+        self._drags.pop(partner, None)
+        self._drags[partner] = drag
+        if len(self._drags) > PARTNERS:
+            del self._drags[next(iter(self._drags))]
+        return _within(drag, limit)
+
+    def _unit(self, piece: Piece, own: Tensor, *, is_at_rest: bool) -> float:
+        """Return the unit of the norms of a piece: how far this peer has moved since the last mixing, or its mean."""
         number, moved = piece.number, float(torch.linalg.vector_norm(own - self._mixed[piece.number]))
         if not (is_at_rest and self._movement[number]):
             self._movement[number] = _smoothed(self._movement[number], moved)
-        moved = max(moved, self._movement[number])
-        limits = RADIUS * usual
-        if not is_at_rest:
-            limits[0] = min(float(limits[0]), MOST * moved)
-        return self._scale * limits.nan_to_num(FIRST * moved)
+        closer = 2.0 ** (-self._rested[number] / 2) if is_at_rest else 1.0  # by closing swaps
+        return closer * max(moved, self._movement[number], TINY)
 
 
 class Memory:
@@ -254,6 +266,14 @@ class Memory:
         is_known = is_its.any(dim=0)
         places = is_its.byte().argmax(dim=0).where(is_known, oldest)
         return (places, torch.arange(part.start, part.stop, device="cpu")), is_known
+
+
+def limits_of(usual: Tensor, *, is_at_rest: bool) -> Tensor:
+    """Return the largest norms that a piece may have, where those of other partners have the medians `usual`."""
+    limits = RADIUS * usual
+    if not is_at_rest:
+        limits[0] = min(float(limits[0]), MOST)
+    return limits.nan_to_num(FIRST)
 
 
 def _within(cosine: float, limit: float) -> float:

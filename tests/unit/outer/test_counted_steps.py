@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness.patience import PATIENCE_S
 from harness.specs import published
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
@@ -199,6 +200,25 @@ def test_a_call_of_step_beside_a_counted_optimizer_is_an_error(tmp_path: Path, s
     outer.detach()
     outer.step()
     assert outer.num_steps == 1
+
+
+def test_the_end_of_a_peer_frees_the_weights_that_a_failed_step_has_locked(tmp_path: Path, swarm: MemorySwarm) -> None:
+    """A thread of the peer that copies them could otherwise never end, and Python would wait for it at its exit."""
+    model = make_model()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    peer = swarm.peer("a", run_folder=tmp_path)
+    outer = NoLoCo(model, optimizer, peer)
+    with pytest.raises(RuntimeError, match="no step"):
+        optimizer.step(closure=fails)
+    copying = peer.executor.submit(outer.weights.read, 0, 1)
+    with pytest.raises(TimeoutError):
+        copying.result(0.1)
+    swarm.kill(peer)
+    assert len(copying.result(PATIENCE_S)) == 1
+
+
+def fails() -> float:
+    raise RuntimeError("no step")
 
 
 def test_a_new_noloco_takes_the_optimizer_over(tmp_path: Path, swarm: MemorySwarm) -> None:

@@ -13,7 +13,17 @@ from hypothesis import strategies as st
 
 from noloco_p2p.gossip.units import Chunk
 from noloco_p2p.outer import update_filter
-from noloco_p2p.outer.update_filter import PARTNERS, PULL, RADIUS, VOICES, Memory, UpdateFilter, pieces_of
+from noloco_p2p.outer.update_filter import (
+    DRAG,
+    FIRST_DRAG,
+    PARTNERS,
+    PULL,
+    RADIUS,
+    VOICES,
+    Memory,
+    UpdateFilter,
+    pieces_of,
+)
 
 SIZE = 100
 MOVED = 1.0  # the norm of this peer's own movement between two swaps
@@ -45,7 +55,7 @@ class Replica:
         self.filter.begin(0, self.values)
 
     def remember(self, partner: str, norm: float) -> None:
-        """Remember that the half-differences of a partner had this norm."""
+        """Remember that the half-differences of a partner had this norm while the peer moved by `MOVED`."""
         self.filter._norms.put(partner, range(1), torch.tensor([[norm, norm]]))
 
     def swap(self, partner: str, norm: float, *, is_at_rest: bool = False) -> float:
@@ -99,8 +109,19 @@ def test_liars_alone_cannot_widen_the_filter_beyond_its_upper_bound() -> None:
     assert unbounded == pytest.approx(RADIUS * 10 * MOST, rel=1e-4), "at rest, nobody moves"
 
 
+def test_while_a_peer_moves_faster_its_partners_move_it_further() -> None:
+    """As while the learning rate rises. The norms in the memory are from before."""
+    replica = Replica()
+    for number in range(PARTNERS):
+        replica.swap(f"honest-{number}", 0.9)
+    replica.values += vector(9 * MOVED)
+    assert replica.swap("honest-0", 9.0) == pytest.approx(9.0)
+    assert replica.swap("liar", 1000.0) < RADIUS * 9.0
+
+
 def test_closing_swaps_may_be_as_long_as_those_of_peers_that_come_closer_with_each_of_them() -> None:
     replica = Replica()
+    replica.swap("honest", 0.0)
     for number in range(PARTNERS):
         replica.remember(f"honest-{number}", 0.8)
     moved = [replica.swap(f"liar-{number}", 1000.0, is_at_rest=True) for number in range(4)]
@@ -194,8 +215,20 @@ def test_who_pulls_back_again_and_again_is_slowed_down(cosine: float, shrinks: b
     replica.values += vector(MOVED)
     given: Any = Given(replica.values.clone(), halves.clone())
     after = replica.filter.judge(given, "liar", is_at_rest=is_at_rest).values
-    assert torch.allclose(after, halves * (update_filter.DRAG / -cosine if shrinks else 1.0), atol=1e-5)
-    assert float(after @ vector(1.0)) >= -update_filter.DRAG * 0.4 - 1e-5
+    assert torch.allclose(after, halves * (FIRST_DRAG / -cosine if shrinks else 1.0), atol=1e-5)
+
+
+@pytest.mark.parametrize("usual", [0.0, 0.4])
+def test_a_partner_pulls_back_a_little_further_than_the_usual_one(usual: float) -> None:
+    replica = Replica()
+    for number in range(PARTNERS):
+        replica.swap(f"honest-{number}", 0.0)
+        replica.remember(f"honest-{number}", 0.8)
+        replica.filter._drags[f"honest-{number}"] = usual
+    replica.values += vector(MOVED)
+    given: Any = Given(replica.values.clone(), vector(-0.8))
+    assert float(replica.filter.judge(given, "liar").values.norm()) == pytest.approx(0.8 * (usual + DRAG))
+    assert [*replica.filter._drags] == [*(f"honest-{number}" for number in range(1, PARTNERS)), "liar"]
 
 
 def test_honest_partners_may_pull_back_from_where_a_liar_has_pushed() -> None:
