@@ -73,8 +73,9 @@ def together(*actions: Callable[[], object]) -> None:
 def open_filter(outer: NoLoCo) -> None:
     """Clip nothing: replicas that train in opposite directions for no reason are not honest replicas of one run."""
     patch = pytest.MonkeyPatch()  # refuses names that do not exist; no filter outlives its test
-    for name, value in {"_limits": torch.full((2,), math.inf, device="cpu"), "_cosine": 0.0, "_pull": 0.0}.items():
-        patch.setattr(outer.weights.filter, name, lambda *values, value=value, **rest: value)
+    patch.setattr(outer.weights.filter, "_scale", math.inf)
+    for name in ("_cosine", "_pull"):
+        patch.setattr(outer.weights.filter, name, lambda *sketches: 0.0)
 
 
 class Replica:
