@@ -8,9 +8,9 @@ The radius is one and a quarter times the median norm of the newest half-differe
 partners in this piece. Each partner counts once, so a liar that this peer meets often has one voice. The norms are
 remembered as they arrived: a median of clipped norms would fall again and again, until nothing honest could pass. They
 are measured in what this peer itself moved from one mixing to the next, because while the learning rate rises, norms of
-a hundred steps ago would cut most of what is honest. From the half-differences of honest peers, the radius cuts about
-one in five. It is also at most twice what this peer moves, because liars that drive honest peers apart would otherwise
-widen it, and as much as this peer moves while there is no median.
+a hundred steps ago would cut most of what is honest. The radius cuts about three in ten honest half-differences. It is
+also at most twice what this peer moves, because liars that drive honest peers apart would otherwise widen it, and as
+much as this peer moves while there is no median.
 
 The spectral norm has such a radius as well. Honest half-differences stretch all vectors alike. A matrix of rank 1 with
 the same norm stretches one vector many times more, and does as much more harm. This radius has no other bound: how much
