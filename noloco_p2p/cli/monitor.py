@@ -143,24 +143,22 @@ async def _watch(entry: Ticket, choice: Choice, interval_s: float, own: Callable
 
 
 async def _draw(console: Any, choice: Choice, interval_s: float, look: Callable[[], dict[str, Any]]) -> None:
-    """Redraw the whole screen after each read and whenever the window is resized, until the first signal."""
+    """Redraw the whole screen after each read and whenever the window is resized, until the task is cancelled."""
     from rich.live import Live
 
     from noloco_p2p.monitor.tables import headlines, view
 
-    loop = asyncio.get_running_loop()
-    wake, stopped = asyncio.Event(), asyncio.Event()
-    loop.add_signal_handler(signal.SIGWINCH, wake.set)
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(signum, lambda: (stopped.set(), wake.set()))
-    swarm = look()
-    with Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as live:
-        while not stopped.is_set():
-            swarm = look()
+    wake, swarm = asyncio.Event(), look()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGWINCH, wake.set)
+    live = Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop")
+    with suppress(asyncio.CancelledError), live:
+        while True:
             live.update(view(swarm, choice, width=console.width, height=console.height), refresh=True)
             wake.clear()
             with suppress(TimeoutError):
-                await asyncio.wait_for(wake.wait(), interval_s)
+                async with asyncio.timeout(interval_s):
+                    await wake.wait()
+            swarm = look()
     console.print(headlines(swarm)[0], markup=False, highlight=False)
 
 

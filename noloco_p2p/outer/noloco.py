@@ -209,7 +209,8 @@ class NoLoCo:
         with contextlib.suppress(NameError):  # it may use what the script has not made yet
             packed(self._meta(), "meta")
         self._enter(resume)
-        self._exchange = peer.membership.begin_swaps(self.weights.num_swapped)
+        self._is_locked = self._is_save_due = False
+        self._exchange = self._begin_swaps()
         self._mixing = Mixing(
             self.spec,
             self.weights,
@@ -222,8 +223,6 @@ class NoLoCo:
         self._mixing.restart(progress=self._place["progress"], steps=self._place["steps"])
         if not hooked and hasattr(self._inner, "weights_lock"):
             setattr(self._inner, "weights_lock", self.weights.lock)  # noqa: B010 - not part of the protocol
-        self._is_locked = self._is_save_due = False
-        self._exchange.on_close = self._unlock
         self._hooks = [hook for each in hooked for hook in self._hook(each, is_last=each is hooked[-1])]
 
     def _hook(self, optimizer: Optimizer, *, is_last: bool) -> list[Any]:
@@ -575,10 +574,14 @@ class NoLoCo:
             self._inner.restore({})  # its moments are not finite, either
         self._restart(progress)
 
+    def _begin_swaps(self) -> Exchange:
+        exchange = self._peer.membership.begin_swaps(self.weights.num_swapped)
+        exchange.on_close = self._unlock
+        return exchange
+
     def _restart(self, progress: float) -> None:
         """Continue with new weights. Swaps of the old ones must not be applied to them."""
-        self._exchange = self._peer.membership.begin_swaps(self.weights.num_swapped)
-        self._exchange.on_close = self._unlock
+        self._exchange = self._begin_swaps()
         self._mixing.begin_again(self._exchange, progress=progress)
         self._peer.metrics.progress = progress
 

@@ -137,7 +137,7 @@ class UpdateFilter:
                 for piece, usual in zip(pieces, medians, strict=True):
                     own = self._sketch(values, piece.place)
                     norm, unit = self._norms_of(piece, halves), self._unit(piece, own, is_at_rest=is_at_rest)
-                    limit = self._scale * unit * limits_of(usual, is_at_rest=is_at_rest)
+                    limit = self._scale * unit * _limits(usual, is_at_rest=is_at_rest)
                     shorter = min(1.0, float((limit / norm).nan_to_num(1.0).min()))
                     if shorter < 1.0:
                         halves[piece.place].mul_(shorter)
@@ -215,11 +215,10 @@ class UpdateFilter:
 
     def _drag(self, partner: str, sketches: Sequence[tuple[int, Tensor, Tensor]]) -> float:
         """Return the factor for a half-difference that pulls back further than those of other partners."""
-        others = [drag for other, drag in self._drags.items() if other != partner]
-        limit = max(0.0, median(others)) + DRAG if len(others) >= VOICES else FIRST_DRAG
-        drag = -self._cosine(sketches)
         self._drags.pop(partner, None)
-        self._drags[partner] = drag
+        others = self._drags.values()
+        limit = max(0.0, median(others)) + DRAG if len(others) >= VOICES else FIRST_DRAG
+        self._drags[partner] = drag = -self._cosine(sketches)
         if len(self._drags) > PARTNERS:
             del self._drags[next(iter(self._drags))]
         return _within(drag, limit)
@@ -268,7 +267,7 @@ class Memory:
         return (places, torch.arange(part.start, part.stop, device="cpu")), is_known
 
 
-def limits_of(usual: Tensor, *, is_at_rest: bool) -> Tensor:
+def _limits(usual: Tensor, *, is_at_rest: bool) -> Tensor:
     """Return the largest norms that a piece may have, where those of other partners have the medians `usual`."""
     limits = RADIUS * usual
     if not is_at_rest:

@@ -216,6 +216,7 @@ def test_who_pulls_back_again_and_again_is_slowed_down(cosine: float, shrinks: b
     given: Any = Given(replica.values.clone(), halves.clone())
     after = replica.filter.judge(given, "liar", is_at_rest=is_at_rest).values
     assert torch.allclose(after, halves * (FIRST_DRAG / -cosine if shrinks else 1.0), atol=1e-5)
+    assert float(after @ vector(1.0)) >= -FIRST_DRAG * 0.4 - 1e-5
 
 
 @pytest.mark.parametrize("usual", [0.0, 0.4])
