@@ -54,7 +54,7 @@ class DemoPeer:
     """A peer that runs `noloco join` in its own process, and what its events say since the process began."""
 
     def __init__(self, index: int, folder: Path, *, stage: int | None, host: str = LOOPBACK) -> None:
-        self.index = index
+        self.name = f"peer {index}"
         self.host = host
         self.stage = stage  # None in a run without stages
         self.folder = folder / f"peer-{index}"
@@ -69,7 +69,8 @@ class DemoPeer:
     def start(self, target: str, flags: str = "") -> None:
         """Start the peer. A peer that was killed resumes from its last checkpoint."""
         arguments = ["join", target, "--listen", host_port(self.host, 0), "--state-dir", str(self.folder)]
-        arguments += ["--ticket-file", str(self.folder / "ticket"), *FLAGS.split(), *flags.split()]
+        arguments += ["--ticket-file", str(self.folder / "ticket"), "--name", self.name]
+        arguments += [*FLAGS.split(), *flags.split()]
         arguments += [] if self.stage is None else ["--stage", str(self.stage)]
         self.folder.mkdir(exist_ok=True)
         self.has_begun = self.has_finished = False
@@ -289,13 +290,13 @@ class Demo:
 
     def table(self) -> list[dict[str, str]]:
         """Return a row for each peer: the texts of its cells by column."""
-        names = {peer.peer_id: f"peer {peer.index}" for peer in self.peers if peer.peer_id}
+        names = {peer.peer_id: peer.name for peer in self.peers if peer.peer_id}
         rows = []
         for peer in self.peers:
             told = peer.metrics
             rows.append(
                 {
-                    "peer": f"peer {peer.index}",
+                    "peer": peer.name,
                     **({} if peer.stage is None else {"stage": str(peer.stage)}),
                     "state": peer.state,
                     "step": str(told["step"]) if told else "-",
@@ -368,7 +369,7 @@ class Demo:
     def failures(self) -> list[str]:
         """List the peers that failed, and how they ended. The list is empty if all succeeded."""
         return [
-            f"peer {peer.index} {peer.state}; its log {peer.log} ends with: {peer.last_line()}"
+            f"{peer.name} {peer.state}; its log {peer.log} ends with: {peer.last_line()}"
             for peer in self.peers
             if peer.exit_code
         ]

@@ -95,9 +95,8 @@ class Ticket:
         text = text.lower()
         begins = list(_BEGINS.finditer(text))
         if not begins:
-            raise TicketError(
-                f"not a ticket: tickets begin with {PREFIX}; `noloco join` and `noloco ticket` print them"
-            )
+            what = "a run spec, not a ticket" if text.strip().endswith(".toml") else "not a ticket"
+            raise TicketError(f"{what}: tickets begin with {PREFIX}; `noloco join` and `noloco ticket` print them")
         for begin in begins:
             body = ""
             for piece in _PIECE.finditer(text, begin.end()):

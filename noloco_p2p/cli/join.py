@@ -97,6 +97,7 @@ def _train(
     from noloco_p2p.peer.peer import Peer
     from noloco_p2p.spec import TrainerSpec
     from noloco_p2p.swarm.addresses import only_public
+    from noloco_p2p.swarm.relay import MAX_CALLS
     from noloco_p2p.telemetry.progress import Progress
     from noloco_p2p.trainer.compute import choose_device
     from noloco_p2p.trainer.loop import Trainer
@@ -137,7 +138,10 @@ def _train(
             if not only_public(Ticket.decode(peer.ticket).addresses):
                 _say("(it has only private addresses; for peers on other networks, restart with --announce HOST)")
         if not settings.max_upload:
-            _say("if others can reach this peer, it also relays calls between other peers; any --max-upload stops that")
+            _say(
+                f"if others can reach this peer, it also relays up to {MAX_CALLS} calls between other peers at once; "
+                "any --max-upload stops that"
+            )
         entry.write(ticket_file, peer.ticket, flag="--ticket-file", is_secret=bool(spec.run_key))
         _leave_on_signals(peer)
         if interrupts:  # a `__del__` has swallowed it, which happens while libraries are imported

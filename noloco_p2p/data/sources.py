@@ -83,7 +83,7 @@ def _bound_files(name: str, bindings: Mapping[str, str], *, is_needed: bool = Tr
             return []
         raise Unbound(
             f"the run trains on data named '{name}', which is not bound to files on this machine; "
-            f"use --data {name}=GLOB, for example --data '{name}=/data/{name}/*.jsonl.gz'"
+            f"use --data {name}=GLOB, for example --data '{name}=/data/{name}/*.jsonl.gz', or the settings file"
         )
     expanded = Path(pattern).expanduser()
     if expanded.is_dir():

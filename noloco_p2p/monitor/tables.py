@@ -220,8 +220,8 @@ def view(swarm: Row, choice: Choice, *, width: int, height: int) -> Group:
     stages = swarm["stages"][: height // STAGES_SHARE]
     used = sum(len(textwrap.wrap(line.plain, width)) for line in [*lines, Text(more)])
     used += len(stages) + 2 if stages else 0  # plus a header, and a line about hidden stages
-    # Without a blank line, the header, and the line that a terminal reserves for the cursor.
-    shown = peers[: max(1, height - used - 3)]
+    # Without a blank line, the header, a line about columns, and the line that a terminal reserves for the cursor.
+    shown = peers[: max(1, height - used - 4)]
     parts: list[Any] = [*lines, Text("")]
     if stages:
         hidden = len(swarm["stages"]) - len(stages)
@@ -229,7 +229,10 @@ def view(swarm: Row, choice: Choice, *, width: int, height: int) -> Group:
         styles = ["" if stage["peers"] else LEVELS["bad"] for stage in stages]
         parts += [_drawn(stages, STAGE_COLUMNS, styles, width=width), Text(rest, style="dim")]
     styles = [STYLES[peer["health"]] for peer in shown]
-    parts.append(_drawn(shown, columns_of(swarm), styles, width=width, sort=choice.sort))
+    columns = columns_of(swarm)
+    parts.append(table := _drawn(shown, columns, styles, width=width, sort=choice.sort))
+    if num_hidden := len(columns) - len(table.columns):
+        parts.append(Text(f"columns that need a wider window: {num_hidden}", style="dim"))
     if len(shown) < len(peers):
         parts.append(Text(more.format(len(peers) - len(shown)), style="dim"))
     elif choice.words:

@@ -15,6 +15,7 @@ import asyncio
 import logging
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,7 @@ class LiveSwarm:
         swarm, peers = self.summary, choice.of(self.summary["peers"])
         columns, last = columns_of(swarm), max(0, len(peers) - 1) // PAGE_PEERS
         first = PAGE_PEERS * max(0, min(number, last))
+        bearers = Counter(peer["name"] for peer in swarm["peers"])
         recent = [meeting for meeting in self._meetings if meeting[0] >= swarm["time_s"] - MEETINGS_SHOWN_S]
         return {
             **{name: swarm[name] for name in ("run", "about", "time_s", "notices")},
@@ -145,7 +147,7 @@ class LiveSwarm:
             "graph": [
                 {
                     "id": peer["peer_id"],
-                    "label": peer["name"] or peer["shown"],
+                    "label": peer["name"] if peer["name"] and bearers[peer["name"]] == 1 else peer["shown"],
                     **{name: peer[name] for name in ("health", "stage", "sends_to", "is_own")},
                 }
                 for peer in swarm["peers"]

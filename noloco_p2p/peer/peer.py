@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 POLL_S = 0.05
-MAX_NAMED = 200  # peers, so that the status stays within a line of the control socket
 
 
 def resolve(target: Spec | Ticket | Path | str | None) -> Spec | Ticket:
@@ -288,7 +287,7 @@ class Peer:
             "ticket": self.ticket,
             "live_peers": headcount.others,
             "live_peers_is_estimate": headcount.is_estimate,
-            "peers": dict(net.directory.names()[:MAX_NAMED]),
+            "peers": dict(net.directory.names()),
             "is_announced": not net.directory.fault,
             "last_fault": self.last_fault(),
             "settings": {name: {"value": value, "origin": origins[name]} for name, value in values.items()},

@@ -61,6 +61,7 @@ logger = logging.getLogger(__name__)
 
 FAREWELL_S = 4.0  # longer than the time that hivemind waits for one dead neighbour
 SILENT_S = 0.4 * TTL_S  # without a successful announcement; the third attempt of a heartbeat ends before half of TTL_S
+MAX_NAMED = 200  # peers whose names are kept for `noloco ban`, so that a status fits into a line of the control socket
 MEMORY_S = 2 * TTL_S  # how long a sequence number is remembered, so that an old record cannot revive a dead peer
 LONGEST_SURVEY_PAUSE_S = 30.0
 LOOKS_A_MINUTE = 24  # reads of one bucket because somebody named a peer that is not listed
@@ -166,6 +167,7 @@ class SwarmDirectory:
         # peer id -> its newest record, and the monotonic time at which it was made, as far as this machine can tell.
         # This is copied on write, so that any thread may read it while the network thread changes it.
         self._known: dict[str, tuple[PeerRecord, float]] = {}
+        self._names: dict[str, str] = {}  # of the peers that were seen last, the newest last
         self._looks = Rates.a_minute(LOOKS_A_MINUTE)
         self._somebody = asyncio.Event()  # set while a live peer is known, or if the clock of this machine is wrong
         self._survey_at_s, self._survey_pause_s = 0.0, self._timing.quick_view_s
@@ -243,8 +245,8 @@ class SwarmDirectory:
         ]
 
     def names(self) -> list[tuple[str, str]]:
-        """Return the ids and names of the other peers that were seen within the TTL, with the newest record first."""
-        return [(record.peer_id, record.name) for record, _ in sorted(self.records(), key=lambda each: each[1])]
+        """Return the ids and names of the MAX_NAMED peers that were seen last, even if they are gone, newest first."""
+        return [*reversed(self._names.items())]
 
     def record_of(self, peer_id: str) -> PeerRecord | None:
         """Return the record of a peer that was read from any bucket within the TTL, even of one that is leaving."""
@@ -503,6 +505,10 @@ class SwarmDirectory:
             if before is None or record.sequence > before[0].sequence:
                 known[record.peer_id] = record, now_s - max(0.0, TTL_S - remaining_s)
                 self._book.remember(record.peer_id, record.multiaddrs)
+                self._names.pop(record.peer_id, None)
+                self._names[record.peer_id] = record.name
+                if len(self._names) > MAX_NAMED:
+                    del self._names[next(iter(self._names))]
         self._known = known
 
 

@@ -96,7 +96,7 @@ def test_join_prints_a_ticket_where_it_starts_a_run_and_there_alone(swarm: Swarm
 
 
 def test_join_says_that_a_peer_relays_unless_its_upload_is_limited(swarm: Swarm) -> None:
-    assert "it also relays calls between other peers" in swarm.first.text
+    assert "it also relays up to 32 calls between other peers" in swarm.first.text
     assert "relays" not in swarm.second.text
 
 

@@ -163,7 +163,7 @@ def test_settings_in_the_environment_and_in_the_file_name_themselves(
         (["init", "run.toml"], 3, "run.toml already exists; choose another name, or overwrite it with --force"),
         (["init", "--preset", "huge", "other.toml"], 3, "choose one of tiny, small, medium, large, paper, finetune"),
         (["init", "nowhere/run.toml"], 3, "cannot be written"),
-        (["monitor", "run.toml"], 3, "not a ticket"),
+        (["monitor", "run.toml"], 3, "a run spec, not a ticket"),
         (["evaluate", "nothing"], 1, "nothing does not exist"),
         (["evaluate", "exported"], 1, "exported is an exported model; this command reads a checkpoint"),
         (["export", TICKET, "out"], 3, "--merge requires a ticket"),

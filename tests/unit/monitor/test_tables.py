@@ -234,6 +234,7 @@ def test_a_page_fits_its_terminal(width: int) -> None:
     tall = "\n".join(drawn(view(crowd(30), Choice(), width=width, height=60), width=width, height=60))
     assert all(f"..{index:06d}" in tall for index in range(30))
     assert "more" not in tall
+    assert ("columns that need a wider window" in tall) == (width < 200)
 
 
 def test_sorting_and_filtering() -> None:

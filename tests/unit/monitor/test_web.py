@@ -135,6 +135,15 @@ def test_the_page_is_told_its_text_and_who_has_just_swapped_with_whom() -> None:
     assert page["curves"]["ids"] == sorted(known)
 
 
+def test_a_name_in_the_graph_has_its_id_if_two_peers_have_it() -> None:
+    site = Site(3)
+    one, other, last = site.crowd.peers
+    site.look(replace(one, name="Ada"), replace(other, name="Ada"), replace(last, name="Ben"), after_s=1.0)
+    labels = [peer["label"] for peer in site.swarm.page(Choice(), 0)["graph"]]
+    assert labels.count("Ben") == 1
+    assert sorted(label.endswith(" Ada") for label in labels) == [False, True, True]
+
+
 def test_the_page_is_sorted_searched_and_cut_by_the_monitor() -> None:
     swarm = Site(120).swarm
 

@@ -163,6 +163,15 @@ def test_sequence_numbers_are_forgotten_in_the_end(known: Known) -> None:
     assert [record for record, _ in known.records(known.now_s)] == [restarted]
 
 
+def test_the_names_of_peers_that_are_gone_are_kept(known: Known, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory, "MAX_NAMED", 2)
+    known.hear(replace(A, name="Ada"), replace(A, peer_id="b", name="Ben"))
+    known.now_s = MEMORY_S + 1
+    later = replace(A, sequence=6, expires_at_s=A.expires_at_s + known.now_s)
+    known.hear(replace(later, name="Ada"), replace(later, peer_id="c", name="Cem"))
+    assert known.directory.names() == [("c", "Cem"), ("a", "Ada")]
+
+
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 20), st.floats(-10, 130)), max_size=40))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_the_highest_acceptable_sequence_is_kept_in_any_order(
