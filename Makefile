@@ -59,7 +59,9 @@ fuzz: $(STAMP)
 lab: $(STAMP)
 	$(BIN)/python benchmarks/lab/ladder.py list
 	$(BIN)/python benchmarks/lab/ladder.py run --minutes $(MINUTES)
-	$(BIN)/python benchmarks/lab/ladder.py table
+	$(BIN)/python benchmarks/lab/slices.py run --minutes $(MINUTES)
+	$(BIN)/python benchmarks/lab/stages.py run --minutes $(MINUTES)
+	$(BIN)/python benchmarks/lab/page.py
 
 # Checks the installed packages for known vulnerabilities. This needs the network.
 audit: $(STAMP)

@@ -39,7 +39,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from attacks import NO_LIMITS
 from corpus import CACHE, make
 from rows import add_missing, cell_of, key_of, read
 from rules import Lockstep
@@ -187,11 +186,13 @@ def score(row: dict[str, Any]) -> float:
     )
 
 
-def run(cell: Cell, device: torch.device) -> dict[str, Any]:
-    """Run one cell, and return its row."""
+def run(cell: Cell, device: torch.device, *, min_inner_steps: int = 0) -> dict[str, Any]:
+    """Run one cell, with at least `min_inner_steps` from one swap to the next, and return its row."""
     size, (kind, inner_steps, _) = SIZES[cell.size], RULES[cell.rule]
     began_s, cpu_s, limit_s = time.monotonic(), time.process_time(), size.steps * STEP_S
     spec = ladder_spec(cell, inner_steps)
+    if min_inner_steps:
+        spec = spec.with_changes({"outer.min_inner_steps": min_inner_steps})
     material = Material.of(spec, {"text": make(CACHE)}, device=device, seed=cell.seed)
     mbit_s = float("inf") if cell.link == FREE else float(cell.link)
     delay_ms = 0 if cell.link == FREE else DELAY_MS
@@ -200,8 +201,7 @@ def run(cell: Cell, device: torch.device) -> dict[str, Any]:
     speeds = (0.5,) * num_slow + (1.0,) * (cell.replicas - num_slow)
     plan = Plan(cell.replicas, cell.seed, STEP_S, speeds, (link,), Churn(absent=cell.absent), evaluations=1)
     if kind == "swarm":
-        limits = NO_LIMITS if cell.rule == "noloco-50" else {}  # the paper has no update filter
-        with patch.dict(vars(update_filter), limits):
+        with patch.object(update_filter, "SCALE_WAITING", 1e9):  # the paper has no update filter
             result = run_swarm(material, plan, limit_s=limit_s, claimed=CLAIMED)
     else:
         result = Lockstep(material, plan, kind, limit_s=limit_s, claimed=CLAIMED, is_nesterov=cell.alpha > 0).run()

@@ -10,7 +10,7 @@ liars, and for these relative to swarms without filter ("open"). `harness/hostil
 as many swaps as others; attacks.py has greedy ones. With "own texts", each replica has other packages of the standard
 library.
 
-`run` runs what the file lacks. Two processes can share the work.
+`run` runs what the file lacks. Two processes can share the work. PYTHONPATH must contain `benchmarks`.
 """
 
 from __future__ import annotations

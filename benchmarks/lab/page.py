@@ -1,9 +1,10 @@
-"""Write the tables and plots of docs/results.md from results/ladder.jsonl.
+"""Write the tables and plots of docs/results.md from the rows of ladder.py, slices.py and stages.py.
 
     python benchmarks/lab/page.py [--check]
 
 Each table stands between two markers, `<!-- lab: NAME -->` and `<!-- end -->`, and is replaced. The text around it is
-not touched. --check fails if the page is out of date. A value is the mean of the seeds, with their number.
+not touched. --check fails if the page is out of date. A value is the mean of the seeds, with their number. The tables
+of all rows, in results/*.txt, are replaced as well, from the line `---` on.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import ladder
+import slices
+import stages
 from ladder import AT_ALL_LINKS, FREE, OUT, RULES, SIZES, score
-from rows import read
+from rows import cell_of, read
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 MARKED = re.compile(r"(<!-- lab: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -124,6 +128,30 @@ def table(found: Series, columns: Iterable[Any], form: str, head: Callable[[Any]
     return "\n".join(lines) + "\n"
 
 
+def slice_table(found: Rows) -> str:
+    """Return the losses with other slices and intervals than those of a peer, the lowest first."""
+    lines = ["| slices that travel in | steps between two swaps | loss |", "|---|---|---|"]
+    for row in slices.with_default(found):
+        length, interval = slices.told(row)
+        is_default = cell_of(slices.Cell, row) == slices.Cell()
+        lines.append(f"| {length}{', the default' * is_default} | {interval} | {row['loss']:.4f} |")
+    return "\n".join(lines) + "\n"
+
+
+def stage_table(found: Rows) -> str:
+    """Return how pipelines end relative to whole models with the same batch and rate, in the order of the cells."""
+    whole = {(row["batch"], row["rate"]): row["loss"] for row in found if row["kind"] == "whole"}
+    lines = ["| links of a pipeline | above whole models | gradients that come late | of the predicted speed |"]
+    lines += ["|---" * 4 + "|"]
+    for row in found:
+        if row["kind"] == "pipeline":
+            trouble = ", 1 % of messages lost" * bool(row["lost"]) + ", no swaps within a stage" * (not row["gossips"])
+            above = 100 * (row["loss"] / whole[row["batch"], row["rate"]] - 1)
+            late, speed = max(row["late"]), row["of_predicted"]
+            lines.append(f"| {row['link']}{trouble} | {above:+.1f} % | up to {100 * late:.0f} % | {100 * speed:.0f} % |")
+    return "\n".join(lines) + "\n"
+
+
 def draw(
     path: Path,
     found: Series,
@@ -170,6 +198,8 @@ def made(rows: Rows) -> dict[str, str]:
             ("8 replicas", "10 % of them slow", "10 % of the time absent", "4 replicas", "16 replicas"),
             ".4f",
         ),
+        "slices": slice_table(read(slices.OUT)),
+        "stages": stage_table(read(stages.OUT)),
     }
 
 
@@ -185,6 +215,10 @@ def main() -> None:
     if arguments.check:
         raise SystemExit("docs/results.md is out of date; run python benchmarks/lab/page.py" if new != text else 0)
     page.write_text(new)
+    for script in (ladder, slices, stages):
+        path = script.OUT.with_suffix(".txt")
+        head = path.read_text().partition("---\n")[0] if path.exists() else ""
+        path.write_text(f"{head}---\n{script.table(read(script.OUT))}\n")
     found = gaps(rows, "muon")
     if any(len(cells) > 1 for cells in found.values()):
         draw(

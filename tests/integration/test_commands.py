@@ -241,10 +241,9 @@ def test_a_fork_goes_on_from_the_weights_of_a_live_peer(
 
 def test_a_ticket_that_leads_nowhere_is_4(swarm: Swarm) -> None:
     assert swarm.lost.wait() == 4
-    first, last = swarm.lost.text.splitlines()
-    assert last.startswith("noloco: ask for a new ticket: no live peer of run commands was found within 10 s (")
-    assert "Connection refused" in last
-    assert "none of the peers in the ticket or in --bootstrap answers" in first
+    [line] = swarm.lost.text.splitlines()
+    assert line.startswith("noloco: ask for a new ticket: no live peer of run commands was found within 10 s (")
+    assert "Connection refused" in line
 
 
 def test_monitor_enters_through_the_peer_on_this_machine(

@@ -68,7 +68,7 @@ def test_another_machine_joins_a_shared_demo_with_one_command_and_is_on_its_page
 
             def is_shown() -> bool:
                 with urllib.request.urlopen(f"{page}api/status") as answer:
-                    return {"Guest", ""} == {peer["name"] for peer in json.load(answer)["peers"]}
+                    return {"Guest", "peer 0", "peer 1"} == {peer["name"] for peer in json.load(answer)["peers"]}
 
             until(is_shown, what="the guest on the page")
             demo.send(signal.SIGINT)

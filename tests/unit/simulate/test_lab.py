@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
 import tarfile
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +15,7 @@ import corpus
 import ladder
 import pytest
 import torch
+from harness.patience import PATIENCE_S
 from harness.specs import tiny_llama
 from rules import Lockstep, int4
 from stack import Stack, StackOptimizer
@@ -219,3 +222,8 @@ def test_the_corpus_holds_each_text_once(tmp_path: Path, monkeypatch: pytest.Mon
     assert sorted(json.loads(line)["text"] for line in lines) == sorted(found)
     monkeypatch.setattr(corpus, "download", lambda folder: pytest.fail("it is there already"))
     assert corpus.make(tmp_path / "out") == pattern
+
+
+def test_the_page_has_the_tables_of_the_committed_rows() -> None:
+    page = Path(ladder.__file__).with_name("page.py")  # as `make lab` starts it
+    subprocess.run([sys.executable, page, "--check"], check=True, timeout=PATIENCE_S)
