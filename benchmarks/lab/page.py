@@ -147,8 +147,8 @@ def stage_table(found: Rows) -> str:
         if row["kind"] == "pipeline":
             trouble = ", 1 % of messages lost" * bool(row["lost"]) + ", no swaps within a stage" * (not row["gossips"])
             above = 100 * (row["loss"] / whole[row["batch"], row["rate"]] - 1)
-            late, speed = max(row["late"]), row["of_predicted"]
-            lines.append(f"| {row['link']}{trouble} | {above:+.1f} % | up to {100 * late:.0f} % | {100 * speed:.0f} % |")
+            late, speed = 100 * max(row["late"]), 100 * row["of_predicted"]
+            lines.append(f"| {row['link']}{trouble} | {above:+.1f} % | up to {late:.0f} % | {speed:.0f} % |")
     return "\n".join(lines) + "\n"
 
 
