@@ -22,6 +22,8 @@ import stages
 from ladder import AT_ALL_LINKS, FREE, OUT, RULES, SIZES, score
 from rows import cell_of, read
 
+from noloco_p2p.telemetry.console import count
+
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 MARKED = re.compile(r"(<!-- lab: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 # Scaling laws for DiLoCo (arXiv 2503.09799): loss above data parallelism with 8 replicas, H = 30, by parameters.
@@ -61,7 +63,8 @@ def is_plain(row: dict[str, Any]) -> bool:
 
 
 def gaps(rows: Rows, optimizer: str) -> Series:
-    """Return how far each rule ends above synchronous training with equal tokens, in per cent, by size.
+    """Return how far each rule that ran at several sizes ends above synchronous training with equal tokens, in per
+    cent, by size.
 
     Swaps of slices need a link, and have that of 100 Mbit/s. Each seed is compared with the same seed.
     """
@@ -75,7 +78,7 @@ def gaps(rows: Rows, optimizer: str) -> Series:
         for row in rows
         if (row["size"], row["seed"]) in bases
     ]
-    return series(
+    found = series(
         relative,
         lambda row: row["size"],
         lambda row: (
@@ -85,6 +88,7 @@ def gaps(rows: Rows, optimizer: str) -> Series:
             and row["link"] == ("100" if row["rule"].startswith("ours") else FREE)
         ),
     )
+    return {rule: cells for rule, cells in found.items() if len(cells) > 1}
 
 
 def links(rows: Rows) -> Series:
@@ -179,8 +183,8 @@ def draw(
     if height:
         axes.set_ylim(*height)
     axes.set_xscale("log")
-    ticks = sorted({x_of(column) for cells in found.values() for column in cells})
-    axes.set_xticks(ticks, [f"{tick:,g}" for tick in ticks])
+    ticks = sorted({x_of(column) for cells in found.values() for column in cells} | {*(published or {})})
+    axes.set_xticks(ticks, [count(tick) if tick > 1e4 else f"{tick:,g}" for tick in ticks])
     axes.set(xlabel=x_label, ylabel=y_label)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
@@ -219,16 +223,14 @@ def main() -> None:
         path = script.OUT.with_suffix(".txt")
         head = path.read_text().partition("---\n")[0] if path.exists() else ""
         path.write_text(f"{head}---\n{script.table(read(script.OUT))}\n")
-    found = gaps(rows, "muon")
-    if any(len(cells) > 1 for cells in found.values()):
-        draw(
-            arguments.docs / "lab-gap.svg",
-            found,
-            lambda size: SIZES[size].num_parameters,
-            "parameters",
-            "loss above synchronous training, %",
-            published=DEEPMIND,
-        )
+    draw(
+        arguments.docs / "lab-gap.svg",
+        gaps(rows, "muon"),
+        lambda size: SIZES[size].num_parameters,
+        "parameters",
+        "loss above synchronous training, %",
+        published=DEEPMIND,
+    )
     y_label = "loss after equal time, nats per byte"
     draw(arguments.docs / "lab-links.svg", links(rows), float, "Mbit/s", y_label, height=HEIGHT)
 

@@ -4,8 +4,8 @@
 
 No peer of a swarm could run the other rules: `ddp` averages the gradients of all replicas at every step, as DDP and
 FSDP do, `diloco` and `diloco-nesterov` take an outer step with the mean outer gradient, and with `local` replicas never
-mix. `ddp` and both forms of DiLoCo use a ring all-reduce, in which each replica sends 2 (N - 1) / N encoded vectors,
-and all replicas wait for the slowest link. With --absent, they average over the replicas that are present. With
+mix. `ddp` and both forms of DiLoCo use an all-reduce, in which each replica sends 2 (N - 1) / N encoded vectors, and
+all replicas wait for the slowest link. With --absent, they average over the replicas that are present. With
 `streaming`, the all-reduce of one slice after another overlaps with training, in plain averages.
 
 Each rule has its own codec: the one after its name (fp32, bf16, int8 or int4), or else that of the spec for `noloco`,
@@ -53,24 +53,24 @@ class Rule(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Ring:
-    """A ring all-reduce of fp32 vectors with encoded messages.
+class AllReduce:
+    """An all-reduce of fp32 vectors with encoded messages.
 
     `coded` is a function that encodes and decodes a vector; if it is None, messages are lossless. `bytes_per_element`
     is the size of an encoded message per element.
 
-    Each replica owns a segment of the vector. Each of the N - 1 hops of the reduce-scatter re-encodes a partial sum,
-    and its receiver adds its own segment in fp32. The owner encodes the mean once, and every replica, including the
-    owner, uses the encoded mean. Errors therefore accumulate with N, but the results of all replicas are bitwise
-    identical. PRIME works in the same way (see `ring_allreduce` in PrimeIntellect-ai/prime at 5cc57a0).
+    Each replica owns a segment of the vector. The others send it their encoded segments, and it adds them in fp32, as
+    in Streaming DiLoCo (arXiv 2501.18512). It encodes the mean once, and every replica, including the owner, uses the
+    encoded mean, so the results of all replicas are bitwise identical. A ring would take as many bytes, but encode each
+    partial sum again; in 4 bits, the error of the mean of 8 random vectors is then 22 % instead of 14 %.
     """
 
     coded: Callable[[Tensor], Tensor] | None = None
     bytes_per_element: float = 4.0
 
     @classmethod
-    def of(cls, codec_name: str, *, num_elements: int) -> Ring:
-        """Return the all-reduce with a codec. Raises SettingsError if the codec is not one for a ring."""
+    def of(cls, codec_name: str, *, num_elements: int) -> AllReduce:
+        """Return the all-reduce with a codec. Raises SettingsError if the codec is not one for many replicas."""
         if codec_name == "fp32":
             return cls()
         if codec_name == "int4":
@@ -97,10 +97,8 @@ class Ring:
             return vectors.mean(0)
         means = []
         for owner, segments in enumerate(vectors.tensor_split(num_replicas, dim=1)):
-            total = segments[(owner + 1) % num_replicas]
-            for hop in range(2, num_replicas + 1):
-                total = self.coded(total) + segments[(owner + hop) % num_replicas]
-            means.append(self.coded(total / num_replicas))
+            arrived = [segment if sender == owner else self.coded(segment) for sender, segment in enumerate(segments)]
+            means.append(self.coded(torch.stack(arrived).mean(0)))
         return torch.cat(means)
 
     def sent_bytes(self, num_elements: int, num_replicas: int) -> float:
@@ -109,7 +107,7 @@ class Ring:
 
 
 def codec_of(rule: str, of_spec: str) -> str:
-    """Return the codec of a rule that names none. That of the spec may be one for pairs, which no ring can use."""
+    """Return the codec of a rule that names none. That of the spec may be one for pairs."""
     if rule == "streaming":
         return "int4"
     return "fp32" if of_spec == "fp32" else "bf16" if rule == "ddp" else "int8"
@@ -135,17 +133,19 @@ class DiLoCo:
     heavy ball with alpha = 0.3 and beta = 0.7 as its baseline, which is NoLoCo with all replicas in one group.
     """
 
-    def __init__(self, slow_weights: Tensor, ring: Ring, *, alpha: float, beta: float, is_nesterov: bool) -> None:
+    def __init__(
+        self, slow_weights: Tensor, all_reduce: AllReduce, *, alpha: float, beta: float, is_nesterov: bool
+    ) -> None:
         self.slow_weights = slow_weights
         self._momentum = torch.zeros_like(slow_weights)
-        self._ring = ring
+        self._all_reduce = all_reduce
         self._alpha = alpha
         self._beta = beta
         self._is_nesterov = is_nesterov
 
     def step(self, fast_weights: Tensor) -> None:
         """Take an outer step, in place, with the weights (replicas, elements) after the inner steps."""
-        gradient = self._ring.mean(fast_weights - self.slow_weights)
+        gradient = self._all_reduce.mean(fast_weights - self.slow_weights)
         self._momentum.mul_(self._alpha).add_(gradient, alpha=self._beta)
         self.slow_weights += (
             self._beta * gradient + self._alpha * self._momentum if self._is_nesterov else self._momentum
@@ -187,14 +187,14 @@ class Lockstep:
         self.optimizer = StackOptimizer(self.stack, self.train)
         self.batches = [material.batches(peer_name(number), replica=number) for number in self.replicas]
         codec = codec or codec_of(self.rule, material.spec.codec.weights)
-        self.ring = Ring.of(codec, num_elements=self.num_elements)
+        self.all_reduce = AllReduce.of(codec, num_elements=self.num_elements)
         self.limit_s, self.scale = limit_s, claimed / self.num_elements if claimed else 1.0
         num_slices = num_slices if self.rule == "streaming" else 1
         bounds = [self.num_elements * index // num_slices for index in range(num_slices + 1)]
         self.slices = [slice(start, stop) for start, stop in pairwise(bounds)]
         alpha, beta, is_nesterov = self.outer.alpha, self.outer.beta, is_nesterov or self.rule == "diloco-nesterov"
         self.outers = [
-            DiLoCo(self.weights[0, place].clone(), self.ring, alpha=alpha, beta=beta, is_nesterov=is_nesterov)
+            DiLoCo(self.weights[0, place].clone(), self.all_reduce, alpha=alpha, beta=beta, is_nesterov=is_nesterov)
             for place in (self.slices if self.rule.startswith(("diloco", "streaming")) else [])
         ]
         self.step_s = max(plan.seconds_per_step(number) for number in self.replicas)
@@ -238,14 +238,18 @@ class Lockstep:
     def mean(self, vectors: Tensor) -> Tensor:
         """Return the mean of `vectors` (replicas, elements), all-reduced while all replicas wait."""
         self._count_exchange(len(vectors), share=vectors.shape[1] / self.num_elements)
-        return self.ring.mean(vectors)
+        return self.all_reduce.mean(vectors)
 
     def send(self, vectors: Tensor) -> Tensor:
         """Return `vectors` (replicas, elements) as they arrive, each at one other replica, while all replicas wait."""
-        num_bytes = self.ring.bytes_per_element * vectors.shape[1]
+        num_bytes = self.all_reduce.bytes_per_element * vectors.shape[1]
         self.sent_bytes += num_bytes * len(vectors) / len(self.replicas)
         self._wait(num_bytes, num_messages=1)
-        return torch.stack([self.ring.coded(vector) for vector in vectors]) if self.ring.coded else vectors.clone()
+        return (
+            torch.stack([self.all_reduce.coded(vector) for vector in vectors])
+            if self.all_reduce.coded
+            else vectors.clone()
+        )
 
     def present(self, step: int) -> list[int]:
         """Return the replicas that are not absent in inner step `step`."""
@@ -255,7 +259,7 @@ class Lockstep:
     def _step_alike(self, gradients: Tensor, progress: float, step: int) -> None:
         """Let all replicas take a step with the mean gradient of those that are present, or 0 if there are none."""
         present = self.present(step)
-        mean = self.ring.mean(gradients[present]) if present else torch.zeros_like(gradients[0])
+        mean = self.all_reduce.mean(gradients[present]) if present else torch.zeros_like(gradients[0])
         self.optimizer.step(self.weights[:1], [0], mean[None], [progress])
         self.weights[1:] = self.weights[0]
         self._count_exchange(len(present))
@@ -295,14 +299,14 @@ class Lockstep:
     def _count_exchange(self, num_present: int, *, share: float = 1.0) -> None:
         """Count the bytes of an all-reduce, and the time for which all replicas wait for the slowest link.
 
-        Each replica sends 2 (N - 1) messages, each of which depends on the previous one.
+        Each replica sends its segments to their owners at once, and then its mean to all others.
         """
         num_replicas = self.plan.num_replicas
         if num_present:
-            of_absent = (num_replicas - num_present) * self.ring.bytes_per_element * self.num_elements
-            sent_bytes = num_present * self.ring.sent_bytes(self.num_elements, num_present) + of_absent
+            of_absent = (num_replicas - num_present) * self.all_reduce.bytes_per_element * self.num_elements
+            sent_bytes = num_present * self.all_reduce.sent_bytes(self.num_elements, num_present) + of_absent
             self.sent_bytes += share * sent_bytes / num_replicas
-        self._wait(share * self.ring.sent_bytes(self.num_elements, num_replicas), num_messages=2 * (num_replicas - 1))
+        self._wait(share * self.all_reduce.sent_bytes(self.num_elements, num_replicas), num_messages=2)
 
     def _wait(self, num_bytes: float, *, num_messages: int) -> None:
         """Let the time pass in which each replica sends `num_bytes` in messages that depend on each other."""
@@ -330,7 +334,7 @@ def find_rule(named: str, spec: TrainerSpec) -> tuple[TrainerSpec, str | Callabl
     elif name == "noloco" and codec:
         spec = spec.with_changes({"codec.weights": codec}, origin="--rules")
     if name != "noloco" and codec:
-        Ring.of(codec, num_elements=1)
+        AllReduce.of(codec, num_elements=1)
     return spec, rule, codec
 
 
