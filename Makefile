@@ -55,7 +55,8 @@ MINUTES ?= 5
 fuzz: $(STAMP)
 	PYTHONPATH=benchmarks $(BIN)/python tests/fuzzed.py --minutes $(MINUTES)
 
-# Goes on with the ladder of models and rules for the given number of minutes, and first says how long the rest takes.
+# First says how long the rest of the ladder of models and rules takes. Then goes on with the ladder, with other slices, and
+# with stages, each for the given number of minutes, and writes tables and plots.
 lab: $(STAMP)
 	$(BIN)/python benchmarks/lab/ladder.py list
 	$(BIN)/python benchmarks/lab/ladder.py run --minutes $(MINUTES)

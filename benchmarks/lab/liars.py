@@ -15,7 +15,6 @@ library.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 from collections.abc import Iterator
@@ -25,12 +24,11 @@ from statistics import fmean, stdev
 from typing import Any
 from unittest.mock import patch
 
-import torch
 from attacks import ADAPTIVE, NO_LIMITS, OPEN, own_texts
 from corpus import CACHE, make
 from harness.hostile import Attack, Lies, propose_nothing
 from ladder import CLAIMED, SIZES, STEP_S, Cell, ladder_spec
-from rows import add_missing, cell_of, read
+from rows import cell_of, command
 from swarm import LabReplica, Swarm
 from torch import Tensor
 
@@ -170,21 +168,5 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("run", "table"))
-    parser.add_argument("--only", default="", help="part of the name of a case")
-    parser.add_argument("--minutes", type=float, default=1e9, help="begin no case after this time")
-    parser.add_argument("--out", type=Path, default=OUT)
-    args = parser.parse_args()
-    if args.what == "table":
-        print(table(read(args.out)))
-        return
-    torch.set_num_threads(1)
-    until_s = time.monotonic() + 60 * args.minutes
-    wanted = [case for case in cases() if args.only in case.name]
-    add_missing(wanted, run, args.out, can_end=lambda case: time.monotonic() < until_s)
-
-
 if __name__ == "__main__":
-    main()
+    command(__doc__, OUT, lambda found: cases(), run, table, name=lambda case: case.name)

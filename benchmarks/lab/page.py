@@ -1,10 +1,10 @@
-"""Write the tables and plots of docs/results.md from the rows of ladder.py, slices.py and stages.py.
+"""Write the tables and plots of docs/results.md from results/ladder.jsonl.
 
     python benchmarks/lab/page.py [--check]
 
 Each table stands between two markers, `<!-- lab: NAME -->` and `<!-- end -->`, and is replaced. The text around it is
 not touched. --check fails if the page is out of date. A value is the mean of the seeds, with their number. The tables
-of all rows, in results/*.txt, are replaced as well, from the line `---` on.
+of all rows of ladder.py, slices.py and stages.py, in results/*.txt, are replaced as well, from the line `---` on.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import ladder
 import slices
 import stages
 from ladder import AT_ALL_LINKS, FREE, OUT, RULES, SIZES, score
-from rows import cell_of, read
+from rows import read
 
 from noloco_p2p.telemetry.console import count
 
@@ -132,30 +132,6 @@ def table(found: Series, columns: Iterable[Any], form: str, head: Callable[[Any]
     return "\n".join(lines) + "\n"
 
 
-def slice_table(found: Rows) -> str:
-    """Return the losses with other slices and intervals than those of a peer, the lowest first."""
-    lines = ["| slices that travel in | steps between two swaps | loss |", "|---|---|---|"]
-    for row in slices.with_default(found):
-        length, interval = slices.told(row)
-        is_default = cell_of(slices.Cell, row) == slices.Cell()
-        lines.append(f"| {length}{', the default' * is_default} | {interval} | {row['loss']:.4f} |")
-    return "\n".join(lines) + "\n"
-
-
-def stage_table(found: Rows) -> str:
-    """Return how pipelines end relative to whole models with the same batch and rate, in the order of the cells."""
-    whole = {(row["batch"], row["rate"]): row["loss"] for row in found if row["kind"] == "whole"}
-    lines = ["| links of a pipeline | above whole models | gradients that come late | of the predicted speed |"]
-    lines += ["|---" * 4 + "|"]
-    for row in found:
-        if row["kind"] == "pipeline":
-            trouble = ", 1 % of messages lost" * bool(row["lost"]) + ", no swaps within a stage" * (not row["gossips"])
-            above = 100 * (row["loss"] / whole[row["batch"], row["rate"]] - 1)
-            late, speed = 100 * max(row["late"]), 100 * row["of_predicted"]
-            lines.append(f"| {row['link']}{trouble} | {above:+.1f} % | up to {late:.0f} % | {speed:.0f} % |")
-    return "\n".join(lines) + "\n"
-
-
 def draw(
     path: Path,
     found: Series,
@@ -202,29 +178,26 @@ def made(rows: Rows) -> dict[str, str]:
             ("8 replicas", "10 % of them slow", "10 % of the time absent", "4 replicas", "16 replicas"),
             ".4f",
         ),
-        "slices": slice_table(read(slices.OUT)),
-        "stages": stage_table(read(stages.OUT)),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
-    parser.add_argument("--rows", type=Path, default=OUT)
-    parser.add_argument("--docs", type=Path, default=DOCS)
     arguments = parser.parse_args()
-    rows, page = read(arguments.rows), arguments.docs / "results.md"
+    rows, page = read(OUT), DOCS / "results.md"
     tables, text = made(rows), page.read_text()
     new = MARKED.sub(lambda match: match[1] + tables[match[2]] + match[3], text)
     if arguments.check:
         raise SystemExit("docs/results.md is out of date; run python benchmarks/lab/page.py" if new != text else 0)
     page.write_text(new)
     for script in (ladder, slices, stages):
-        path = script.OUT.with_suffix(".txt")
-        head = path.read_text().partition("---\n")[0] if path.exists() else ""
-        path.write_text(f"{head}---\n{script.table(read(script.OUT))}\n")
+        if found := read(script.OUT):
+            path = script.OUT.with_suffix(".txt")
+            head = path.read_text().partition("---\n")[0] if path.exists() else ""
+            path.write_text(f"{head}---\n{script.table(found)}\n")
     draw(
-        arguments.docs / "lab-gap.svg",
+        DOCS / "lab-gap.svg",
         gaps(rows, "muon"),
         lambda size: SIZES[size].num_parameters,
         "parameters",
@@ -232,7 +205,7 @@ def main() -> None:
         published=DEEPMIND,
     )
     y_label = "loss after equal time, nats per byte"
-    draw(arguments.docs / "lab-links.svg", links(rows), float, "Mbit/s", y_label, height=HEIGHT)
+    draw(DOCS / "lab-links.svg", links(rows), float, "Mbit/s", y_label, height=HEIGHT)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,18 @@
-"""The cells that a script of the lab has computed: a file of JSON lines, to which any number of processes add."""
+"""The cells of a script of the lab: a file of JSON lines, to which any number of processes add, and its command."""
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import hashlib
 import json
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from corpus import CACHE
 
 C = TypeVar("C")  # a dataclass
@@ -40,6 +43,31 @@ def add_missing(cells: Iterable[C], run: Callable[[C], Row], path: Path, *, can_
                 file.write(json.dumps(row) + "\n")
             print(f"{row['loss']:.4f} {row['wall_s']:.0f} s {key_of(cell)}", flush=True)
         lock.close()
+
+
+def command(
+    doc: str | None,
+    out: Path,
+    cells: Callable[[list[Row]], Iterable[C]],
+    run: Callable[[C], Row],
+    table: Callable[[list[Row]], str],
+    *,
+    name: Callable[[C], str] = str,
+) -> None:
+    """Print a table of the rows, or run cells that are missing. `cells` returns those that follow from the rows."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("run", "table"))
+    parser.add_argument("--only", default="", help="part of the name of a cell")
+    parser.add_argument("--minutes", type=float, default=1e9, help="begin no cell after this time")
+    parser.add_argument("--out", type=Path, default=out)
+    arguments = parser.parse_args()
+    until_s, found = time.monotonic() + 60 * arguments.minutes, read(arguments.out)
+    if arguments.what == "table":
+        print(table(found))
+        return
+    torch.set_num_threads(1)
+    wanted = [cell for cell in cells(found) if arguments.only in name(cell)]
+    add_missing(wanted, run, arguments.out, can_end=lambda cell: time.monotonic() < until_s)
 
 
 def _claimed(key: str) -> Any:

@@ -62,7 +62,7 @@ class AllReduce:
     Each replica owns a segment of the vector. The others send it their encoded segments, and it adds them in fp32, as
     in Streaming DiLoCo (arXiv 2501.18512). It encodes the mean once, and every replica, including the owner, uses the
     encoded mean, so the results of all replicas are bitwise identical. A ring would take as many bytes, but encode each
-    partial sum again; in 4 bits, the error of the mean of 8 random vectors is then 22 % instead of 14 %.
+    partial sum again, so errors would accumulate with N.
     """
 
     coded: Callable[[Tensor], Tensor] | None = None
@@ -242,14 +242,10 @@ class Lockstep:
 
     def send(self, vectors: Tensor) -> Tensor:
         """Return `vectors` (replicas, elements) as they arrive, each at one other replica, while all replicas wait."""
-        num_bytes = self.all_reduce.bytes_per_element * vectors.shape[1]
+        coded, num_bytes = self.all_reduce.coded, self.all_reduce.bytes_per_element * vectors.shape[1]
         self.sent_bytes += num_bytes * len(vectors) / len(self.replicas)
         self._wait(num_bytes, num_messages=1)
-        return (
-            torch.stack([self.all_reduce.coded(vector) for vector in vectors])
-            if self.all_reduce.coded
-            else vectors.clone()
-        )
+        return torch.stack([coded(vector) for vector in vectors]) if coded else vectors.clone()
 
     def present(self, step: int) -> list[int]:
         """Return the replicas that are not absent in inner step `step`."""

@@ -9,8 +9,6 @@ in which a slice should travel, or of `outer.min_inner_steps`. The row of the de
 
 from __future__ import annotations
 
-import argparse
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,7 +18,7 @@ from unittest.mock import patch
 import ladder
 import swarm
 import torch
-from rows import add_missing, cell_of, read
+from rows import cell_of, command, read
 
 OUT = Path(__file__).resolve().parents[1] / "results" / "slices.jsonl"
 BASE = ladder.Cell("0.1M", "muon", "ours", "100", seed=1, learning_rate=0.016)
@@ -45,41 +43,18 @@ def run(cell: Cell) -> dict[str, Any]:
         return asdict(cell) | ladder.run(BASE, torch.device("cpu"), min_inner_steps=cell.min_inner_steps)
 
 
-def with_default(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows with that of the defaults, which is the ladder's, the lowest loss first."""
-    default = [asdict(Cell()) | row for row in read(ladder.OUT) if cell_of(ladder.Cell, row) == BASE]
-    return sorted([*found, *default], key=ladder.score)
-
-
-def told(row: dict[str, Any]) -> tuple[str, str]:
-    """Return the length of the slices and the interval between swaps of a row, in words."""
-    steps, least = row["slice_steps"], row["min_inner_steps"]
-    length = "all weights" if steps == WHOLE else f"{steps:g} steps"
-    return length, f"{least} steps" if least else "none"
-
-
 def table(found: list[dict[str, Any]]) -> str:
+    """Return a line for each cell and for that of the defaults, which is the ladder's, the lowest loss first."""
+    default = [asdict(Cell()) | row for row in read(ladder.OUT) if cell_of(ladder.Cell, row) == BASE]
     lines = ["slice         interval    loss  swaps   age   use"]
-    for row in with_default(found):
-        length, interval = told(row)
+    for row in sorted([*found, *default], key=ladder.score):
+        steps, least = row["slice_steps"], row["min_inner_steps"]
+        length = "all weights" if steps == WHOLE else f"{steps:g} steps"
+        interval = f"{least} steps" if least else "none"
         swaps, age, use = (row["swaps"][name] for name in ("committed", "age_steps", "link_use"))
         lines.append(f"{length:12}  {interval:8}  {row['loss']:.4f}  {swaps:5.0f} {age:5.1f}  {use:4.2f}")
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("run", "table"))
-    parser.add_argument("--minutes", type=float, default=1e9)
-    parser.add_argument("--out", type=Path, default=OUT)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    until_s = time.monotonic() + 60 * arguments.minutes
-    if arguments.what == "table":
-        print(table(read(arguments.out)))
-    else:
-        add_missing(cells(), run, arguments.out, can_end=lambda cell: time.monotonic() + 60 * BASE.minutes <= until_s)
-
-
 if __name__ == "__main__":
-    main()
+    command(__doc__, OUT, lambda found: cells(), run, table)

@@ -15,7 +15,6 @@ about two steps, so peers swap at every second step, and whole ones as well.
 
 from __future__ import annotations
 
-import argparse
 import random
 import time
 from collections.abc import Iterator
@@ -23,10 +22,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from corpus import CACHE, make
 from ladder import HELD_OUT
-from rows import add_missing, cell_of, read
+from rows import cell_of, command
 from swarm import run_swarm
 
 from noloco_p2p.flow.frames import Backward, Forward, Frame
@@ -139,21 +137,5 @@ def table(found: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("run", "table"))
-    parser.add_argument("--only", default="", help="part of a cell's text")
-    parser.add_argument("--minutes", type=float, default=1e9, help="begin no cell after this time")
-    parser.add_argument("--out", type=Path, default=OUT)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    until_s = time.monotonic() + 60 * arguments.minutes
-    if arguments.what == "table":
-        print(table(read(arguments.out)))
-        return
-    wanted = [cell for cell in cells(read(arguments.out)) if arguments.only in str(cell)]
-    add_missing(wanted, run, arguments.out, can_end=lambda cell: time.monotonic() < until_s)
-
-
 if __name__ == "__main__":
-    main()
+    command(__doc__, OUT, cells, run, table)

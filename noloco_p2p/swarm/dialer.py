@@ -36,7 +36,7 @@ DIALLED_AT_ONCE = 8
 NUM_DIALS = 2  # connections to each address: `SwarmNode.dial` opens a plain one, and then libp2p opens another
 FIRST_PAUSE_S = 1.0
 ENOUGH_NEIGHBOURS = 16  # with this many neighbours, only bootstraps and lost peers are dialled
-SILENT_S = 20.0  # without any neighbour, until a warning; a dead ticket has ended a newcomer by then
+WARN_AFTER_S = 20.0  # without any neighbour; a dead ticket has ended a newcomer by then
 LOST_PEERS = 8  # how many of the most recently lost peers are dialled, because they may be alive beyond a partition
 LONGEST_PAUSE_LOST_S = 20.0  # short, so that the swarm reunites within half a minute after a partition
 LONGEST_PAUSE_REMEMBERED_S = 300.0
@@ -166,7 +166,7 @@ class Dialer:
     def _tell_failures(self) -> None:
         """Warn once, until a peer answers again, that none of those that this node enters through does."""
         failures, silent_s = self.failures(), time.monotonic() - self._silent_since_s
-        if failures and not self._has_told and silent_s >= SILENT_S:
+        if failures and not self._has_told and silent_s >= WARN_AFTER_S:
             self._has_told = True
             logger.warning(
                 "none of the peers in the ticket or in --bootstrap answers (%s); trying again until one does. Check "

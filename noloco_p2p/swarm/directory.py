@@ -167,7 +167,7 @@ class SwarmDirectory:
         # peer id -> its newest record, and the monotonic time at which it was made, as far as this machine can tell.
         # This is copied on write, so that any thread may read it while the network thread changes it.
         self._known: dict[str, tuple[PeerRecord, float]] = {}
-        self._names: dict[str, str] = {}  # of the peers that were seen last, the newest last
+        self._names: dict[str, str] = {}  # of the peers that were seen last, the newest last; copied on write, too
         self._looks = Rates.a_minute(LOOKS_A_MINUTE)
         self._somebody = asyncio.Event()  # set while a live peer is known, or if the clock of this machine is wrong
         self._survey_at_s, self._survey_pause_s = 0.0, self._timing.quick_view_s
@@ -498,6 +498,7 @@ class SwarmDirectory:
         """
         now_s, dht_now_s = time.monotonic(), CLOCK.now()
         known = {peer: each for peer, each in self._known.items() if now_s - each[1] <= MEMORY_S}
+        names = dict(self._names)
         for record in records:
             remaining_s, before = record.expires_at_s - dht_now_s, known.get(record.peer_id)
             if record.peer_id == self.peer_id or not 0 < remaining_s <= 2 * TTL_S:
@@ -505,11 +506,9 @@ class SwarmDirectory:
             if before is None or record.sequence > before[0].sequence:
                 known[record.peer_id] = record, now_s - max(0.0, TTL_S - remaining_s)
                 self._book.remember(record.peer_id, record.multiaddrs)
-                self._names.pop(record.peer_id, None)
-                self._names[record.peer_id] = record.name
-                if len(self._names) > MAX_NAMED:
-                    del self._names[next(iter(self._names))]
-        self._known = known
+                names.pop(record.peer_id, None)
+                names[record.peer_id] = record.name
+        self._known, self._names = known, dict([*names.items()][-MAX_NAMED:])
 
 
 def _candidate(record: PeerRecord) -> Candidate:

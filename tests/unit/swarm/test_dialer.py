@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import os
@@ -199,14 +198,15 @@ async def test_bootstraps_that_do_not_answer_are_told_once_with_the_reason(
     async def hosts_of(peer_id: str) -> set[str]:
         return set()
 
-    monkeypatch.setattr(dialer, "SILENT_S", 0.05)
+    now_s = 0.0
+    monkeypatch.setattr(dialer, "time", SimpleNamespace(monotonic=lambda: now_s))
     is_dead, guard = True, DialGuard(only_public=False)
     node = SimpleNamespace(peer_id="me", neighbours=list, dial=dial, hosts_of=hosts_of, guard=guard)
     address = "/ip4/127.0.0.1/tcp/9/p2p/boot"
     dialing = Dialer(cast(Any, node), {"boot": [address]}, AddressBook(), every_s=0.0)
     assert not await dialing.dial(())
     assert not caplog.text, "it may answer soon, and a newcomer with a dead ticket is told so anyway"
-    await asyncio.sleep(0.06)
+    now_s += dialer.WARN_AFTER_S
     for _ in range(3):
         assert not await dialing.dial(())
     assert [record.message for record in caplog.records if record.levelno == logging.WARNING] == [
@@ -216,6 +216,6 @@ async def test_bootstraps_that_do_not_answer_are_told_once_with_the_reason(
     is_dead = False
     assert await dialing.dial(())
     is_dead = True
-    await asyncio.sleep(0.06)
+    now_s += dialer.WARN_AFTER_S
     assert not await dialing.dial(())
     assert caplog.text.count("trying again until one does") == 2, "it answered in between"
