@@ -128,13 +128,18 @@ class LabReplica:
     def may_swap(self) -> bool:
         plan, is_waiting = self._lab.plan, self._lab.material.spec.outer.wait
         is_absent = plan.churn.is_absent(self.name, self.steps, seed=plan.seed)
-        least = self._lab.material.spec.outer.min_inner_steps
-        is_early = self.exchange.step < self.agreed_step + (0 if least == "auto" else least)
+        is_early = self.exchange.step < self.agreed_step + self._lab.least_steps
         return not (self.is_swapping or is_absent or is_early) and (self.exchange.is_open or not is_waiting)
 
     def takes(self, other: LabReplica) -> bool:
-        """Return whether another replica has a share left of this one's swaps, or this one is idle."""
-        return not self.shares.has_had(other.name) or self._lab.now_s() - self.free_since_s >= IDLE_S
+        """Return whether another replica has a share left of this one's swaps, or this one is idle.
+
+        If a replica with a least number of steps between swaps did not wait for all others, the same two would be the
+        first to meet in each round. Peers need no such rule, because they do not look for each other at fixed times.
+        """
+        is_late = self.exchange.step >= self.agreed_step + 2 * self._lab.least_steps
+        is_idle = is_late and self._lab.now_s() - self.free_since_s >= IDLE_S
+        return is_idle or not self.shares.has_had(other.name)
 
     def slice_s(self) -> float:
         return max(SLICE_STEPS * self.step_s, ROUND_TRIPS * 4 * self.link.delay_ms / 1e3)
@@ -154,6 +159,8 @@ class Swarm:
         self.optimizer = StackOptimizer(self.stack, material.spec.train)
         self.steps = Steps(self.stack, self.optimizer)
         self.scale = claimed / self.stack.num_parameters if claimed else 1.0
+        least = material.spec.outer.min_inner_steps
+        self.least_steps = 0 if least == "auto" else least
         self.live: dict[int, LabReplica] = {}
         self.all: list[LabReplica] = []
         self._rng = random.Random(f"lab/{plan.seed}")

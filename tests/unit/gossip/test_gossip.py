@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 
 import pytest
+from harness import swap_swarm
 from harness.swap_swarm import Swarm, profile
 
 from noloco_p2p.gossip.pairing import Shares
@@ -65,6 +67,21 @@ def test_two_peers_keep_swapping_beside_one_that_is_paused() -> None:
         await swarm.run(60)
         assert all(trainer.counts.swaps > 60 for trainer in swarm.trainers[:2])
 
+    run_virtual(main())
+
+
+def test_peers_with_a_least_interval_meet_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of equal peers end in the same order each time, so the same two could be free first in each round."""
+
+    async def main() -> None:
+        swarm = Swarm([profile(10.0)] * 4, num_elements=60_000, step_s=3.0)
+        await swarm.run(60)
+        for trainer in swarm.trainers:
+            partners = Counter(swap.partner for swap in trainer.swaps)
+            assert len(partners) == 3
+            assert max(partners.values()) < 0.6 * partners.total()
+
+    monkeypatch.setattr(swap_swarm, "SPEC", swap_swarm.SPEC.with_changes({"outer.min_inner_steps": 2}))
     run_virtual(main())
 
 

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import tarfile
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,20 @@ def test_claimed_parameters_lengthen_transfers() -> None:
     num, link = FlatParameters(tiny.model()).num_elements, slow_link(tiny, steps=1.0)
     alone, claimed = (run_swarm(tiny, Plan(4, links=(link,), evaluations=1), claimed=n) for n in (0, 8 * num))
     assert claimed.sent_bytes < 0.6 * alone.sent_bytes
+
+
+def test_replicas_with_a_least_interval_meet_all_others() -> None:
+    """Their steps end at fixed times, so those that are free first would be the same two in each round."""
+    plan = Plan(4, step_s=2.5, evaluations=1)
+
+    async def partners() -> list[Counter[str]]:
+        lab = Swarm(material(**{"outer.min_inner_steps": 2, "train.total_steps": 60}), plan)
+        await lab.run()
+        return [Counter(swap.partner for swap in replica.swaps) for replica in lab.all]
+
+    for each in run_virtual(partners()):
+        assert len(each) == 3
+        assert max(each.values()) < 0.6 * each.total()
 
 
 def test_replicas_come_leave_and_are_slow() -> None:
