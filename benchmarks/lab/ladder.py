@@ -97,7 +97,8 @@ AT_ALL_LINKS = "0.1M"  # the size at which all questions are asked
 OF_ADAMW = ("ddp", "diloco-30", "streaming-30", "ours")  # the rules that AdamW is tried with
 FLOPS_PER_S = 5e10  # of one thread of the CPUs in results/ladder.txt, beside other work; for `--minutes`
 RATES = {"muon": (0.004, 0.008, 0.016, 0.032), "adamw": (0.004, 0.008, 0.016)}  # of the tuning
-LOWER = {"noloco-50": (0.001, 0.002)}  # further rates of rules whose best rate was the lowest of the others
+# Further rates where the best one was the lowest of the others.
+LOWER = {("muon", "noloco-50"): (0.001, 0.002), ("adamw", "ours"): (0.001, 0.002)}
 # The settings that the tuning tries for each rule: (rule of rules.py, or "swarm"; inner steps; outer alpha and beta).
 NESTEROV = ((0.9, 0.7), (0.6, 0.9), (0.3, 1.0), (0.0, 1.0))
 RULES: dict[str, tuple[str, int, tuple[tuple[float, float], ...]]] = {
@@ -136,7 +137,7 @@ class Cell:
 def tuning() -> Iterator[Cell]:
     for optimizer in ("muon", "adamw"):
         for rule in RULES if optimizer == "muon" else OF_ADAMW:
-            for rate in (*LOWER.get(rule, ()), *RATES[optimizer]):
+            for rate in (*LOWER.get((optimizer, rule), ()), *RATES[optimizer]):
                 for alpha, beta in RULES[rule][2]:
                     yield Cell("0.1M", optimizer, rule, _tuned_on(rule), 0, rate, alpha, beta)
 

@@ -1,4 +1,4 @@
-"""Write the tables and plots of docs/results.md from results/ladder.jsonl.
+"""Write the tables and plots of docs/results.md from the rows of ladder.py, slices.py and stages.py.
 
     python benchmarks/lab/page.py [--check]
 
@@ -132,6 +132,44 @@ def table(found: Series, columns: Iterable[Any], form: str, head: Callable[[Any]
     return "\n".join(lines) + "\n"
 
 
+def settings(rows: Rows) -> str:
+    """Return the losses of swaps of slices at 100 Mbit/s with other settings, each with its own best rate."""
+    losses = {told(cell): [score(row) for row in each] for cell, each in slices.by_setting(read(slices.OUT)).items()}
+    others = {
+        "an outer step after 30 steps, alpha 0.3, beta 0.7": {"rule": "ours-outer", "optimizer": "muon"},
+        "AdamW": {"rule": "ours", "optimizer": "adamw"},
+    }
+    for name, wanted in others.items():
+        of_setting = {"size": AT_ALL_LINKS, "link": "100"} | wanted
+        found = [row for row in rows if row["seed"] and is_plain(row) and of_setting.items() <= row.items()]
+        losses |= {name: [*map(score, found)]} if found else {}
+    lines = ["| | loss |", "|---|---|"]
+    for name, each in sorted(losses.items(), key=lambda item: fmean(item[1])):
+        lines.append(f"| {name} | {fmean(each):.4f} ({len(each)}) |")
+    return "\n".join(lines) + "\n"
+
+
+def told(cell: slices.Cell) -> str:
+    if cell == slices.Cell():
+        return "**the defaults**: slices that travel in 0.8 steps, a swap whenever the link is free, Muon"
+    if cell.min_inner_steps:
+        return f"a swap after {cell.min_inner_steps} steps"
+    return "all weights in each swap" if cell.slice_steps == slices.WHOLE else f"slices of {cell.slice_steps:g} steps"
+
+
+def pipelines(found: Rows) -> str:
+    """Return how far pipelines end above whole models with the same batch and rate, and how fast they are."""
+    whole = {(row["batch"], row["rate"]): row["loss"] for row in found if row["kind"] == "whole"}
+    lines = ["| links of a pipeline | loss | gradients that come late | of the predicted speed |", "|---" * 4 + "|"]
+    for row in found:
+        if row["kind"] == "pipeline":
+            trouble = ", 1 % of messages lost" * bool(row["lost"]) + ", no swaps within a stage" * (not row["gossips"])
+            above = 100 * (row["loss"] / whole[row["batch"], row["rate"]] - 1)
+            late, speed = 100 * max(row["late"]), 100 * row["of_predicted"]
+            lines.append(f"| {row['link']}{trouble} | {above:+.1f} % | up to {late:.0f} % | {speed:.0f} % |")
+    return "\n".join(lines) + "\n"
+
+
 def draw(
     path: Path,
     found: Series,
@@ -178,6 +216,8 @@ def made(rows: Rows) -> dict[str, str]:
             ("8 replicas", "10 % of them slow", "10 % of the time absent", "4 replicas", "16 replicas"),
             ".4f",
         ),
+        "settings": settings(rows),
+        "stages": pipelines(read(stages.OUT)),
     }
 
 

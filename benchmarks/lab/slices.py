@@ -50,14 +50,19 @@ def run(cell: Cell) -> dict[str, Any]:
         return asdict(cell) | ladder.run(base, torch.device("cpu"), min_inner_steps=cell.min_inner_steps)
 
 
-def table(found: list[dict[str, Any]]) -> str:
-    """Return a line for each setting and one for the defaults, with means over the seeds, the lowest loss first."""
+def by_setting(found: list[dict[str, Any]]) -> dict[Cell, list[dict[str, Any]]]:
+    """Return the rows of each setting, and those of the defaults, which are the ladder's, the lowest loss first."""
     base = [row for row in read(ladder.OUT) if row["seed"] and replace(cell_of(ladder.Cell, row), seed=1) == BASE]
     groups: dict[Cell, list[dict[str, Any]]] = defaultdict(list)
     for row in [*found, *(asdict(Cell()) | row for row in base)]:
         groups[replace(cell_of(Cell, row), seed=1)].append(row)
+    return dict(sorted(groups.items(), key=lambda group: fmean(map(ladder.score, group[1]))))
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    """Return a line for each setting, with means over the seeds."""
     lines = ["slice         interval    loss  swaps   age   use  seeds"]
-    for cell, rows in sorted(groups.items(), key=lambda group: fmean(map(ladder.score, group[1]))):
+    for cell, rows in by_setting(found).items():
         length = "all weights" if cell.slice_steps == WHOLE else f"{cell.slice_steps:g} steps"
         interval = f"{cell.min_inner_steps} steps" if cell.min_inner_steps else "none"
         swaps, age, use = (fmean(row["swaps"][name] for row in rows) for name in ("committed", "age_steps", "link_use"))
