@@ -62,6 +62,12 @@ def is_plain(row: dict[str, Any]) -> bool:
     return row["replicas"] == 8 and not row["slow"] and not row["absent"]
 
 
+def is_asked(row: dict[str, Any]) -> bool:
+    """Return whether a row belongs to the comparison of rules. Swaps with an outer step are among the settings."""
+    is_first = row["seed"] == 1 and row["optimizer"] == "muon" and row["size"] == AT_ALL_LINKS
+    return is_first and row["rule"] != "ours-outer"
+
+
 def gaps(rows: Rows, optimizer: str) -> Series:
     """Return how far each rule that ran at several sizes ends above synchronous training with equal tokens, in per
     cent, by size.
@@ -92,17 +98,7 @@ def gaps(rows: Rows, optimizer: str) -> Series:
 
 
 def links(rows: Rows) -> Series:
-    return series(
-        rows,
-        lambda row: row["link"],
-        lambda row: (
-            row["size"] == AT_ALL_LINKS
-            and row["optimizer"] == "muon"
-            and is_plain(row)
-            and row["seed"] == 1
-            and row["link"] != FREE
-        ),
-    )
+    return series(rows, lambda row: row["link"], lambda row: is_asked(row) and is_plain(row) and row["link"] != FREE)
 
 
 def trouble(rows: Rows) -> Series:
@@ -111,13 +107,7 @@ def trouble(rows: Rows) -> Series:
             return "10 % of them slow" if row["slow"] else "10 % of the time absent"
         return f"{row['replicas']} replicas"
 
-    return series(
-        rows,
-        column,
-        lambda row: (
-            row["size"] == AT_ALL_LINKS and row["optimizer"] == "muon" and row["link"] == "100" and row["seed"] == 1
-        ),
-    )
+    return series(rows, column, lambda row: is_asked(row) and row["link"] == "100")
 
 
 def table(found: Series, columns: Iterable[Any], form: str, head: Callable[[Any], str] = str) -> str:
