@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from harness.specs import tiny_llama
-from torch import Tensor
+from torch import Tensor, nn
 
 from noloco_p2p.optim.inner import learning_rate, make_inner_optimizers
 from noloco_p2p.simulate.material import Material
@@ -35,6 +36,16 @@ def _material(canonical: bytes, digest: str) -> Material:
 
 def material_of(spec: TrainerSpec) -> Material:
     return _material(spec.canonical_json(), spec.digest())
+
+
+def assert_trained_as(alone: Mapping[str, Tensor], start: Mapping[str, Tensor], model: nn.Module) -> None:
+    """Compare parameters relative to how far training has moved each of them.
+
+    AdamW enlarges the rounding of a gradient that is almost 0, so a single element may differ by a few 1e-5.
+    """
+    for name, param in model.named_parameters():
+        assert not torch.allclose(param, start[name], atol=1e-3, rtol=0), f"{name} has not been trained"
+        assert torch.dist(param, alone[name]) < 3e-4 * torch.dist(alone[name], start[name]), name
 
 
 def trained_alone(spec: TrainerSpec) -> dict[str, Tensor]:

@@ -153,7 +153,7 @@ def pipelines(found: Rows) -> str:
     lines = ["| links of a pipeline | loss | gradients that come late | of the predicted speed |", "|---" * 4 + "|"]
     for row in found:
         if row["kind"] == "pipeline":
-            trouble = ", 1 % of messages lost" * bool(row["lost"]) + ", no swaps within a stage" * (not row["gossips"])
+            trouble = ", 1 % of messages lost" * bool(row["lost"])
             above = 100 * (row["loss"] / whole[row["batch"], row["rate"]] - 1)
             late, speed = 100 * max(row["late"]), 100 * row["of_predicted"]
             lines.append(f"| {row['link']}{trouble} | {above:+.1f} % | up to {late:.0f} % | {speed:.0f} % |")

@@ -51,7 +51,6 @@ class Cell:
     rate: float
     link: str = SLOW
     lost: float = 0.0  # share of the activations and gradients that are lost on their way
-    gossips: bool = True
     seed: int = 1
 
     @property
@@ -72,7 +71,6 @@ def cells(found: list[dict[str, Any]]) -> Iterator[Cell]:
     yield best
     yield replace(best, link=FAST)
     yield replace(best, lost=0.01)
-    yield replace(best, gossips=False)
 
 
 def spec_of(cell: Cell) -> TrainerSpec:
@@ -102,7 +100,7 @@ def run(cell: Cell) -> dict[str, Any]:
         told = {"loss": result.loss, "merged_loss": result.merged_loss}
     else:
         material = Material.of(staged(spec, STAGES), text, seed=cell.seed)
-        pipeline = StagedPlan((HEADS,) * STAGES, cell.seed, step_s, links=(links,), gossips=cell.gossips, evaluations=1)
+        pipeline = StagedPlan((HEADS,) * STAGES, cell.seed, step_s, links=(links,), evaluations=1)
         found = simulate_stages(material, pipeline, on_made=lambda nodes: lose(nodes, cell.lost))
         told = {
             "loss": found.loss,
@@ -133,7 +131,7 @@ def table(found: list[dict[str, Any]]) -> str:
         if row["kind"] == "pipeline":
             late = " ".join(f"{100 * share:3.0f} %" for share in row["late"])
             line += f"  {late}  {100 * row['lost_microbatches']:4.1f} %  {100 * row['of_predicted']:3.0f} %"
-            line += f"  {row['link']}" + ", messages lost" * bool(row["lost"]) + ", no swaps" * (not row["gossips"])
+            line += f"  {row['link']}" + ", messages lost" * bool(row["lost"])
         lines.append(line)
     return "\n".join(lines)
 

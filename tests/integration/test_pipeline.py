@@ -16,7 +16,7 @@ import torch
 from admitting import Admitting
 from harness.identities import identity_of
 from harness.patience import PATIENCE_S
-from staged_reference import FP32, material_of, spec_of, trained_alone
+from staged_reference import FP32, assert_trained_as, material_of, spec_of, trained_alone
 
 from noloco_p2p.dial_guard import DialGuard
 from noloco_p2p.errors import PeerError
@@ -195,9 +195,7 @@ def test_one_path_with_one_microbatch_in_flight_is_a_single_machine() -> None:
     start = dict(material_of(spec).model().named_parameters())
     for peer in train(spec):
         assert peer.work.steps == 20
-        for name, param in peer.work.stage.model.named_parameters():
-            assert torch.allclose(param, alone[name], atol=1e-5, rtol=0), name
-            assert not torch.allclose(param, start[name], atol=1e-3, rtol=0), "it has trained"
+        assert_trained_as(alone, start, peer.work.stage.model)
 
 
 # dishonest heads as neighbours
