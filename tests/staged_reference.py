@@ -45,6 +45,7 @@ def assert_trained_as(alone: Mapping[str, Tensor], start: Mapping[str, Tensor], 
     """
     for name, param in model.named_parameters():
         assert not torch.allclose(param, start[name], atol=1e-3, rtol=0), f"{name} has not been trained"
+        assert torch.allclose(param, alone[name], atol=1e-4, rtol=0), name
         assert torch.dist(param, alone[name]) < 3e-4 * torch.dist(alone[name], start[name]), name
 
 

@@ -3,8 +3,9 @@
     python benchmarks/lab/page.py [--check]
 
 Each table stands between two markers, `<!-- lab: NAME -->` and `<!-- end -->`, and is replaced. The text around it is
-not touched. --check fails if the page is out of date. A value is the mean of the seeds, with their number. The tables
-of all rows of ladder.py, slices.py and stages.py, in results/*.txt, are replaced as well, from the line `---` on.
+not touched. --check fails if the page is out of date. A value is the mean of the seeds, with their number if there is
+more than one. The tables of all rows of ladder.py, slices.py and stages.py, in results/*.txt, are replaced as well,
+from the line `---` on.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def is_asked(row: dict[str, Any]) -> bool:
     return is_first and row["rule"] != "ours-outer"
 
 
-def gaps(rows: Rows, optimizer: str) -> Series:
+def gaps(rows: Rows) -> Series:
     """Return how far each rule that ran at several sizes ends above synchronous training with equal tokens, in per
     cent, by size.
 
@@ -77,7 +78,7 @@ def gaps(rows: Rows, optimizer: str) -> Series:
     bases = {
         (row["size"], row["seed"]): score(row)
         for row in rows
-        if row["rule"] == "ddp" and row["link"] == FREE and row["optimizer"] == optimizer
+        if row["rule"] == "ddp" and row["link"] == FREE and row["optimizer"] == "muon"
     }
     relative = [
         {**row, **dict.fromkeys(("loss", "merged_loss"), 100 * (score(row) / bases[row["size"], row["seed"]] - 1))}
@@ -88,7 +89,7 @@ def gaps(rows: Rows, optimizer: str) -> Series:
         relative,
         lambda row: row["size"],
         lambda row: (
-            row["optimizer"] == optimizer
+            row["optimizer"] == "muon"
             and is_plain(row)
             and row["rule"] != "ddp"
             and row["link"] == ("100" if row["rule"].startswith("ours") else FREE)
@@ -117,46 +118,52 @@ def table(found: Series, columns: Iterable[Any], form: str, head: Callable[[Any]
         return "(no cell has been computed yet)\n"
     lines = ["| | " + " | ".join(head(column) for column in present) + " |", "|---" * (1 + len(present)) + "|"]
     for rule, cells in sorted(found.items(), key=lambda item: [item[1].get(each, (9e9, 0))[0] for each in present]):
-        told = [f"{cells[each][0]:{form}} ({cells[each][1]})" if each in cells else "" for each in present]
-        lines.append(f"| {NAMES[rule]} | " + " | ".join(told) + " |")
+        values = [f"{cells[each][0]:{form}}" + seeds(cells[each][1]) if each in cells else "" for each in present]
+        lines.append(f"| {NAMES[rule]} | " + " | ".join(values) + " |")
     return "\n".join(lines) + "\n"
+
+
+def seeds(num: int) -> str:
+    return f" ({num})" if num > 1 else ""
 
 
 def settings(rows: Rows) -> str:
     """Return the losses of swaps of slices at 100 Mbit/s with other settings, each with its own best rate."""
-    losses = {told(cell): [score(row) for row in each] for cell, each in slices.by_setting(read(slices.OUT)).items()}
+    found = {told(cell): each for cell, each in slices.by_setting(read(slices.OUT)).items()}
     others = {
         "an outer step after 30 steps, alpha 0.3, beta 0.7": {"rule": "ours-outer", "optimizer": "muon"},
         "AdamW": {"rule": "ours", "optimizer": "adamw"},
     }
     for name, wanted in others.items():
         of_setting = {"size": AT_ALL_LINKS, "link": "100"} | wanted
-        found = [row for row in rows if row["seed"] and is_plain(row) and of_setting.items() <= row.items()]
-        losses |= {name: [*map(score, found)]} if found else {}
-    lines = ["| | loss |", "|---|---|"]
-    for name, each in sorted(losses.items(), key=lambda item: fmean(item[1])):
-        lines.append(f"| {name} | {fmean(each):.4f} ({len(each)}) |")
+        found[name] = [row for row in rows if row["seed"] and is_plain(row) and of_setting.items() <= row.items()]
+    lines = ["| | seed 1 | mean |", "|---|---|---|"]
+    first = {name: next(row["loss"] for row in each if row["seed"] == 1) for name, each in found.items() if each}
+    for name in sorted(first, key=first.__getitem__):
+        losses = [row["loss"] for row in found[name]]
+        mean = f"{fmean(losses):.4f}{seeds(len(losses))}"
+        lines.append(f"| {name} | {first[name]:.4f} | {mean} |")
     return "\n".join(lines) + "\n"
 
 
 def told(cell: slices.Cell) -> str:
     if cell == slices.Cell():
-        return "**the defaults**: slices that travel in 0.8 steps, a swap whenever the link is free, Muon"
+        return f"**slices of {cell.slice_steps:g} steps, a swap whenever the link is free, Muon**"
     if cell.min_inner_steps:
         return f"a swap after {cell.min_inner_steps} steps"
-    return "all weights in each swap" if cell.slice_steps == slices.WHOLE else f"slices of {cell.slice_steps:g} steps"
+    return f"slices of {cell.slice_steps:g} steps"
 
 
 def pipelines(found: Rows) -> str:
-    """Return how far pipelines end above whole models with the same batch and rate, and how fast they are."""
-    whole = {(row["batch"], row["rate"]): row["loss"] for row in found if row["kind"] == "whole"}
-    lines = ["| links of a pipeline | loss | gradients that come late | of the predicted speed |", "|---" * 4 + "|"]
+    """Return how far pipelines end above whole models with the same links, and how fast they are."""
+    whole = {row["link"]: row["loss"] for row in found if row["kind"] == "whole"}
+    lines = ["| links | loss | late gradients | lost microbatches | of the predicted speed |", "|---" * 5 + "|"]
     for row in found:
-        if row["kind"] == "pipeline":
-            trouble = ", 1 % of messages lost" * bool(row["lost"])
-            above = 100 * (row["loss"] / whole[row["batch"], row["rate"]] - 1)
+        if row["kind"] == "pipeline" and row["link"] in whole:
+            name = row["link"] + ", 1 % of messages lost" * bool(row["lost"])
+            above, lost = 100 * (row["loss"] / whole[row["link"]] - 1), 100 * row["lost_microbatches"]
             late, speed = 100 * max(row["late"]), 100 * row["of_predicted"]
-            lines.append(f"| {row['link']}{trouble} | {above:+.1f} % | up to {late:.0f} % | {speed:.0f} % |")
+            lines.append(f"| {name} | {above:+.1f} % | up to {late:.0f} % | {lost:.1f} % | {speed:.0f} % |")
     return "\n".join(lines) + "\n"
 
 
@@ -198,8 +205,7 @@ def draw(
 def made(rows: Rows) -> dict[str, str]:
     """Return the tables by name."""
     return {
-        "gap": table(gaps(rows, "muon"), SIZES, "+.1f", lambda size: f"{size} parameters"),
-        "adamw": table(gaps(rows, "adamw"), SIZES, "+.1f", lambda size: f"{size} parameters"),
+        "gap": table(gaps(rows), SIZES, "+.1f", lambda size: f"{size} parameters"),
         "links": table(links(rows), LINKS, ".4f", lambda link: f"{link} Mbit/s"),
         "trouble": table(
             trouble(rows),
@@ -228,7 +234,7 @@ def main() -> None:
             path.write_text(f"{head}---\n{script.table(found)}\n")
     draw(
         DOCS / "lab-gap.svg",
-        gaps(rows, "muon"),
+        gaps(rows),
         lambda size: SIZES[size].num_parameters,
         "parameters",
         "loss above synchronous training, %",

@@ -25,10 +25,9 @@ from rows import cell_of, command
 
 OUT = Path(__file__).resolve().parents[1] / "results" / "slices.jsonl"
 BASE = ladder.Cell("0.1M", "muon", "ours", "100", seed=1, learning_rate=0.016)
-WHOLE = 5.0  # inner steps in which all weights travel on this link
 SEEDS = (1, 2, 3)
 SHORT = 0.2
-SLICES = (SHORT, 3.2, WHOLE)
+SLICES = (SHORT, 3.2, 5.0)  # the last two carry half of the weights, which is the most that a peer offers
 INTERVALS = (4, 16)
 
 
@@ -62,14 +61,13 @@ def by_setting(found: list[dict[str, Any]]) -> dict[Cell, list[dict[str, Any]]]:
 
 def table(found: list[dict[str, Any]]) -> str:
     """Return a line for each setting, with means over the seeds."""
-    lines = ["slice         interval    loss  swaps   age   use  seeds"]
+    lines = ["slice  interval    loss  swaps   age   use  seeds"]
     for cell, rows in by_setting(found).items():
-        length = "all weights" if cell.slice_steps == WHOLE else f"{cell.slice_steps:g} steps"
-        interval = f"{cell.min_inner_steps} steps" if cell.min_inner_steps else "none"
         swaps, age, use = (fmean(row["swaps"][name] for row in rows) for name in ("committed", "age_steps", "link_use"))
         each = " ".join(f"{row['seed']}: {row['loss']:.4f}" for row in sorted(rows, key=lambda row: row["seed"]))
         loss = fmean(row["loss"] for row in rows)
-        lines.append(f"{length:12}  {interval:8}  {loss:.4f}  {swaps:5.0f} {age:5.1f}  {use:4.2f}  {each}")
+        settings = f"{cell.slice_steps:5.1f}  {cell.min_inner_steps:8}"
+        lines.append(f"{settings}  {loss:.4f}  {swaps:5.0f} {age:5.1f}  {use:4.2f}  {each}")
     return "\n".join(lines)
 
 

@@ -4,13 +4,13 @@
     python benchmarks/lab/stages.py table                                   what is done, as in results/stages.txt
 
 Four heads, or four peers with the whole model, train on 2.5M tokens of corpus.py. First, whole models try batches and
-rates. The pipeline has 3 stages of 4 replicas, and the batch and the rate at which whole models end lowest, if that is
-the largest batch within 1 % of the best.
+rates ("tuning"). The pipeline has 3 stages of 4 replicas, and the largest batch within 1 % of the best, with its best
+rate. It is compared with whole models that have the same links. All compute in fp32, as stages do on a CPU.
 
 Times are those of a model of width 4,096 with 1B parameters per stage, on GPUs with 60 TFLOP/s and microbatches of 512
 tokens: a replica computes 14.6 of them per second, and sends one in 0.17 s at 100 Mbit/s. Here, a microbatch is one
-sequence of 64 tokens of 66 bytes, so a link of 0.2 Mbit/s takes as long. A stage sends all its weights in the time of
-about two steps, so peers swap at every second step, and whole ones as well.
+sequence of 64 tokens of 66 bytes, so a link of 0.2 Mbit/s takes as long. Only microbatches are to scale: weights travel
+35 times faster than 1B parameters would. Peers swap at every second step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import stack
 from corpus import CACHE, make
 from ladder import HELD_OUT
 from rows import cell_of, command
@@ -46,7 +48,7 @@ SLOW, FAST = LINKS
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    kind: str  # "whole" or "pipeline"
+    kind: str  # "tuning", "whole" or "pipeline"
     batch: int  # sequences of a replica or a head in a step
     rate: float
     link: str = SLOW
@@ -59,18 +61,18 @@ class Cell:
 
 
 def cells(found: list[dict[str, Any]]) -> Iterator[Cell]:
-    """Yield the cells of whole models, and, once they are done, those of pipelines."""
-    whole = [Cell("whole", batch, rate) for batch in BATCHES for rate in (*RATES, *HIGHER.get(batch, ()))]
-    yield from whole
+    """Yield the cells of the tuning, and, once they are done, those of the comparison."""
+    tuning = [Cell("tuning", batch, rate) for batch in BATCHES for rate in (*RATES, *HIGHER.get(batch, ()))]
+    yield from tuning
     losses = {cell_of(Cell, row): row["loss"] for row in found}
-    if not all(cell in losses for cell in whole):
+    if not all(cell in losses for cell in tuning):
         return
-    good = [cell for cell in whole if losses[cell] <= NEAR * min(losses[each] for each in whole)]
+    good = [cell for cell in tuning if losses[cell] <= NEAR * min(losses[each] for each in tuning)]
     batch = max(cell.batch for cell in good)
-    best = replace(min((cell for cell in good if cell.batch == batch), key=losses.__getitem__), kind="pipeline")
-    yield best
-    yield replace(best, link=FAST)
-    yield replace(best, lost=0.01)
+    best = min((cell for cell in good if cell.batch == batch), key=losses.__getitem__)
+    for kind in ("whole", "pipeline"):
+        yield from (replace(best, kind=kind, link=link) for link in LINKS)
+    yield replace(best, kind="pipeline", lost=0.01)
 
 
 def spec_of(cell: Cell) -> TrainerSpec:
@@ -94,9 +96,10 @@ def spec_of(cell: Cell) -> TrainerSpec:
 def run(cell: Cell) -> dict[str, Any]:
     began_s, spec, links = time.monotonic(), spec_of(cell), parse_links([LINKS[cell.link]])
     text, step_s = {"text": make(CACHE)}, cell.batch * SEQUENCE_S
-    if cell.kind == "whole":
+    if cell.kind != "pipeline":
         plan = Plan(HEADS, cell.seed, step_s, links=links, evaluations=1)
-        result = run_swarm(Material.of(spec, text, seed=cell.seed), plan)
+        with patch.object(stack, "products_of", lambda device: "fp32"):
+            result = run_swarm(Material.of(spec, text, seed=cell.seed), plan)
         told = {"loss": result.loss, "merged_loss": result.merged_loss}
     else:
         material = Material.of(staged(spec, STAGES), text, seed=cell.seed)
@@ -131,8 +134,7 @@ def table(found: list[dict[str, Any]]) -> str:
         if row["kind"] == "pipeline":
             late = " ".join(f"{100 * share:3.0f} %" for share in row["late"])
             line += f"  {late}  {100 * row['lost_microbatches']:4.1f} %  {100 * row['of_predicted']:3.0f} %"
-            line += f"  {row['link']}" + ", messages lost" * bool(row["lost"])
-        lines.append(line)
+        lines.append(f"{line}  {row['link']}" + ", messages lost" * bool(row["lost"]))
     return "\n".join(lines)
 
 

@@ -37,7 +37,7 @@ STALE_RETRY_S = 30.0  # long enough for a peer with a small model to catch up
 SHARE_RETRY_S = 1.0
 IDLE_S = 2.0  # after which a free peer swaps with anybody
 PAUSED_S = 0.5  # how often a paused peer looks whether it may continue
-# Inner steps in which a slice should travel, so that it arrives within one (benchmarks/results/slices.txt).
+# Inner steps in which a slice should travel. Shorter ones ended no lower (benchmarks/results/slices.txt).
 SLICE_STEPS = 0.8
 ROUND_TRIPS = 10  # in which it travels at least
 # Partners whose current swaps end further apart than this share of a slice's time would leave a link idle

@@ -15,8 +15,8 @@ from noloco_p2p.spec import PipelineSpec, TrainerSpec
 
 HOP_S = 0.1  # assumed latency and compute time of a microbatch at one stage, without its transfer
 LATE_SHARE = 4  # a quarter of a batch may be in flight
-# Random paths cross, and microbatches wait for each other. With four times as many in flight as a single path holds,
-# links of 20 and 100 Mbit/s carried 72 % and 59 % of their capacity (docs/results.md).
+# Random paths cross, and microbatches wait for each other. With about four times as many in flight as a single path
+# holds, pipelines over 20 and 100 Mbit/s reached 72 % and 59 % of the predicted tokens/s (docs/results.md).
 CROSSING = 4
 
 

@@ -115,8 +115,8 @@ class StageNeeds:
             *aligned(links, num_left=1),
             "with the smallest batch (per replica and step), a link is busy 54 to 72 % of the time; the batch of this "
             f"spec has {self.spec.train.batch_size * length:,} tokens",
-            "choose a batch from which the model learns as well as from smaller ones; with one, stages learned as well "
-            "as whole models at 1 Gbit/s, and a little less at 100 Mbit/s with 50 ms (docs/results.md)",
+            "use links with at least 1 Gbit/s and a delay of at most 5 ms; at 100 Mbit/s, stages were slower, and "
+            "swaps were not measured to scale (docs/results.md)",
             f"a head needs the data ({sources}) and enough memory for stage 0; every other peer can hold stage 1 or "
             f"higher. Training begins when each of the {pipeline.stages} stages has a peer. One machine can run all "
             "stages, each in a process with its own --state-dir",

@@ -26,8 +26,8 @@ link, each way  tokens/s    smallest batch
 1,000 Mbit/s     381,098  3,664,681 tokens
 with the smallest batch (per replica and step), a link is busy 54 to 72 % of the time; the batch of this spec has \
 1,024 tokens
-choose a batch from which the model learns as well as from smaller ones; with one, stages learned as well as whole \
-models at 1 Gbit/s, and a little less at 100 Mbit/s with 50 ms (docs/results.md)
+use links with at least 1 Gbit/s and a delay of at most 5 ms; at 100 Mbit/s, stages were slower, and swaps were not \
+measured to scale (docs/results.md)
 a head needs the data ('stdlib') and enough memory for stage 0; every other peer can hold stage 1 or higher. Training \
 begins when each of the 3 stages has a peer. One machine can run all stages, each in a process with its own --state-dir
 """
