@@ -47,6 +47,7 @@ MOST_FURTHEST = 2  # times the distance at which an honest peer refuses; both tr
 # Times the usual duration of a swap: a longer one costs its partner as many credits. Half of it would also charge
 # honest partners with slower links.
 HELD_UP = 8
+LEAST_HELD_S = 5.0  # on a busy machine, a swap of a tiny model sometimes takes seconds instead of a tenth of one
 LONGEST_S, LONGEST_STEPS = 600.0, 10  # time plus inner steps after which a swap ends; it should take about a step
 PARTNERS = 8  # whose last swaps say what is usual
 SWAP_ID_BYTES = 16
@@ -181,7 +182,7 @@ class Gossip:
     def _held_up(self, swap: Swap) -> float:
         """Return for how many usual swaps a swap has held this peer up, or 0 if it has not."""
         held_s, usual_s = self._loop.time() - swap.first_s, self.link.usual_s(swap.partner)
-        return held_s / usual_s if held_s > HELD_UP * usual_s > 0 else 0.0
+        return held_s / usual_s if held_s > max(LEAST_HELD_S, HELD_UP * usual_s) and usual_s else 0.0
 
     def _opened(self) -> None:
         self._free_since_s = self._loop.time()

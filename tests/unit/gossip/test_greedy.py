@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import random
 from collections import Counter
 
 import pytest
 from harness.hostile import GreedyGossip
 from harness.swap_swarm import SlowStream, Swarm, Trainer, profile
 
+from noloco_p2p.gossip.frames import Frame
 from noloco_p2p.gossip.gossip import Gossip
 from noloco_p2p.gossip.pairing import FAIR_SHARES, START, Shares
 from noloco_p2p.simulate.clock import run_virtual
@@ -57,6 +60,27 @@ def test_who_holds_others_up_is_a_partner_no_more(liar: type[Gossip]) -> None:
     assert after > 0.2 * before  # and without that charge, hardly any
     # It begins with credit for two swaps, and each takes the time of dozens of others.
     assert all(trainer.counts.failures["slow"] <= 4 for trainer in besieged)
+
+
+class BusyStream(SlowStream):
+    """A stream of a machine that sometimes has no time for two seconds."""
+
+    async def send(self, frame: Frame) -> None:
+        await asyncio.sleep(2.0 if random.random() < 0.002 else 0.0)
+        await self._stream.send(frame)
+
+
+def test_a_busy_moment_costs_nobody_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Swaps of tiny models take a tenth of a second, so two seconds are many times as long as usual."""
+    charged = list[str]()
+    monkeypatch.setattr(Shares, "held_up", lambda shares, peer_id, num_swaps: charged.append(peer_id))
+    random.seed(0)
+
+    async def busy() -> None:
+        await Swarm([profile(50.0)] * 4, num_elements=60_000, codec="int8", wrap=[BusyStream] * 4).run(60)
+
+    run_virtual(busy())
+    assert not charged
 
 
 def test_who_waits_behind_a_slow_swap_does_not_pay_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
