@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
-import random
 from collections import Counter
 
 import pytest
@@ -62,36 +62,41 @@ def test_who_holds_others_up_is_a_partner_no_more(liar: type[Gossip]) -> None:
     assert all(trainer.counts.failures["slow"] <= 4 for trainer in besieged)
 
 
+@pytest.fixture
+def charged(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Return how often each peer is charged for holding others up."""
+    times, held_up = Counter[str](), Shares.held_up
+
+    def noted(shares: Shares, peer_id: str, num_swaps: float) -> None:
+        times[peer_id] += 1
+        held_up(shares, peer_id, num_swaps)
+
+    monkeypatch.setattr(Shares, "held_up", noted)
+    return times
+
+
 class BusyStream(SlowStream):
     """A stream of a machine that sometimes has no time for two seconds."""
 
+    frames = itertools.count(1)  # of all streams
+
     async def send(self, frame: Frame) -> None:
-        await asyncio.sleep(2.0 if random.random() < 0.002 else 0.0)
+        await asyncio.sleep(0.0 if next(self.frames) % 500 else 2.0)
         await self._stream.send(frame)
 
 
-def test_a_busy_moment_costs_nobody_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_moment_costs_nobody_its_share(charged: Counter[str]) -> None:
     """Swaps of tiny models take a tenth of a second, so two seconds are many times as long as usual."""
-    charged = list[str]()
-    monkeypatch.setattr(Shares, "held_up", lambda shares, peer_id, num_swaps: charged.append(peer_id))
-    random.seed(0)
 
     async def busy() -> None:
         await Swarm([profile(50.0)] * 4, num_elements=60_000, codec="int8", wrap=[BusyStream] * 4).run(60)
 
     run_virtual(busy())
+    assert next(BusyStream.frames) > 5 * 500, "several moments were busy"
     assert not charged
 
 
-def test_who_waits_behind_a_slow_swap_does_not_pay_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    charged, held_up = Counter[str](), Shares.held_up
-
-    def noted(shares: Shares, peer_id: str, num_swaps: float) -> None:
-        charged[peer_id] += 1
-        held_up(shares, peer_id, num_swaps)
-
-    monkeypatch.setattr(Shares, "held_up", noted)
-
+def test_who_waits_behind_a_slow_swap_does_not_pay_for_it(charged: Counter[str]) -> None:
     async def besieged() -> None:
         links, gossip = [profile(0.5)] * 5 + [profile(50.0)], [Gossip] * 5 + [GreedyGossip]
         wrap = [unchanged] * 5 + [SlowStream]
