@@ -85,13 +85,13 @@ class Exchange:
         is_replaced: Whether this peer swaps through another exchange.
     """
 
-    def __init__(self, units: Units, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, units: Units, loop: asyncio.AbstractEventLoop, *, progress: float = 0.0) -> None:
         self.units = units
         self.ages = Ages(units.num_units)
         self.step = 0
         self.step_s = 0.0
         self.added_s = 0.0  # running mean of the time that the training thread needs to apply a swap
-        self.progress = 0.0
+        self.progress = progress
         self.read: Callable[[int, int], Tensor] | None = None
         self.judge: Callable[[Coding, str], Halves] = decoded
         self.codes_beside = False

@@ -52,14 +52,17 @@ class PeerService:
         if self.gossip:
             self.gossip.state = state
 
-    async def begin(self, num_elements: int) -> Exchange:
-        """Begin to swap a vector of this size, and end the swaps of the vector before."""
+    async def begin(self, num_elements: int, *, progress: float = 0.0) -> Exchange:
+        """Begin to swap a vector of this size at this position in the run, and end the swaps of the vector before.
+
+        An offer with another position could be refused at once, with the advice to ask again much later.
+        """
         before = self._exchange
         await self.stop()
         if before:
             before.is_replaced = True
         units = Units(num_elements)
-        exchange = self._exchange = Exchange(units, asyncio.get_running_loop())
+        exchange = self._exchange = Exchange(units, asyncio.get_running_loop(), progress=progress)
         coder = Coder(self._outside.spec.codec.weights, units)
         self.gossip = Gossip(exchange, coder, self._outside, self.counts)
         self.gossip.state = self._state

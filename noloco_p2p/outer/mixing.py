@@ -90,11 +90,11 @@ class Mixing:
         self._positions = PartnerPositions()
         self.progress, self.steps = progress, steps
 
-    def begin_again(self, exchange: Exchange, *, progress: float) -> None:
-        """Continue from a new position with a new exchange, which carries no swaps of the old weights."""
+    def begin_again(self, exchange: Exchange) -> None:
+        """Continue from the position of a new exchange, which carries no swaps of the old weights."""
         self.exchange = exchange
         self._connect()
-        self.restart(progress=progress)
+        self.restart(progress=exchange.progress)
 
     def _connect(self) -> None:
         exchange, weights = self.exchange, self._weights

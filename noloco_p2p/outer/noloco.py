@@ -63,8 +63,8 @@ class Membership(Protocol):
         """
         ...
 
-    def begin_swaps(self, num_elements: int) -> Exchange:
-        """Begin to swap a vector of this size, and end the swaps of the vector before."""
+    def begin_swaps(self, num_elements: int, *, progress: float) -> Exchange:
+        """Begin to swap a vector of this size at this position in the run, and end the swaps of the vector before."""
         ...
 
     def hold_swaps(self) -> None:
@@ -210,7 +210,7 @@ class NoLoCo:
             packed(self._meta(), "meta")
         self._enter(resume)
         self._is_locked = self._is_save_due = False
-        self._exchange = self._begin_swaps()
+        self._exchange = self._begin_swaps(self._place["progress"])
         self._mixing = Mixing(
             self.spec,
             self.weights,
@@ -574,15 +574,15 @@ class NoLoCo:
             self._inner.restore({})  # its moments are not finite, either
         self._restart(progress)
 
-    def _begin_swaps(self) -> Exchange:
-        exchange = self._peer.membership.begin_swaps(self.weights.num_swapped)
+    def _begin_swaps(self, progress: float) -> Exchange:
+        exchange = self._peer.membership.begin_swaps(self.weights.num_swapped, progress=progress)
         exchange.on_close = self._unlock
         return exchange
 
     def _restart(self, progress: float) -> None:
         """Continue with new weights. Swaps of the old ones must not be applied to them."""
-        self._exchange = self._begin_swaps()
-        self._mixing.begin_again(self._exchange, progress=progress)
+        self._exchange = self._begin_swaps(progress)
+        self._mixing.begin_again(self._exchange)
         self._peer.metrics.progress = progress
 
     def _take_fetched(self, target: Path) -> bool:

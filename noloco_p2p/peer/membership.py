@@ -115,9 +115,10 @@ class Membership:
         net.thread.call(net.enter(), START_TIMEOUT_S)
         return manifest
 
-    def begin_swaps(self, num_elements: int) -> Exchange:
-        """Begin to swap a vector of this size, and end the swaps of the vector before."""
-        return self._network.thread.call(self._network.service.begin(num_elements), START_TIMEOUT_S)
+    def begin_swaps(self, num_elements: int, *, progress: float) -> Exchange:
+        """Begin to swap a vector of this size at this position in the run, and end the swaps of the vector before."""
+        service = self._network.service
+        return self._network.thread.call(service.begin(num_elements, progress=progress), START_TIMEOUT_S)
 
     def hold_swaps(self) -> None:
         """Begin no swap until the state is "training" again, and let the running swaps end. A closed peer has none."""

@@ -194,8 +194,8 @@ class MemoryPeer:
         self.states.layout = layout
         return None
 
-    def begin_swaps(self, num_elements: int) -> Exchange:
-        return self._swarm.call(self.service.begin(num_elements))
+    def begin_swaps(self, num_elements: int, *, progress: float) -> Exchange:
+        return self._swarm.call(self.service.begin(num_elements, progress=progress))
 
     def hold_swaps(self) -> None:
         self._swarm.call(self.service.hold(timeout_s=HOLD_S))

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
 from noloco_p2p.errors import CheckpointError
+from noloco_p2p.gossip.exchange import Exchange
 from noloco_p2p.gossip.frames import StateManifest
 from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.outer.mixing import closing_mixings
@@ -334,6 +335,13 @@ def test_the_size_of_a_state_file_is_known_before_it_comes(tmp_path: Path, num_h
 class LeftBehind(MemoryPeer):
     """A peer that once finds most of the swarm far ahead, and can load its state."""
 
+    first_offers_at: tuple[float, ...] = ()
+
+    def begin_swaps(self, num_elements: int, *, progress: float) -> Exchange:
+        exchange = super().begin_swaps(num_elements, progress=progress)
+        self.first_offers_at = *self.first_offers_at, exchange.progress
+        return exchange
+
     def catch_up(self, *, progress: float, target: Path) -> StateManifest | None:
         if progress > 0.5:
             return None
@@ -351,6 +359,7 @@ def test_who_is_left_behind_takes_the_state_of_the_swarm_and_goes_on_from_there(
         assert outer.progress == pytest.approx(0.7)
         assert torch.equal(flat(model), torch.ones_like(flat(model)))
         assert peer.metrics.catch_ups == 1
+        assert peer.first_offers_at == (0.0, 0.7)
         outer.step()
         assert outer.progress == pytest.approx(0.701)
         assert not list(tmp_path.glob("*.safetensors"))
