@@ -29,8 +29,8 @@ MAX_SPEC_BYTES = 64 * 1024  # a larger spec from the network is refused
 ActivationCodecName = Literal["fp32", "bf16", "int8"]
 StateCodecName = Literal[ActivationCodecName, "modulo"]  # modulo is for vectors in which partners nearly agree
 STATE_CODECS, ACTIVATION_CODECS = (", ".join(get_args(names)) for names in (StateCodecName, ActivationCodecName))
-FURTHEST = 0.05  # of the schedule that two partners may be apart
-FURTHEST_STEPS = 32  # that two partners may be apart in a short run
+FURTHEST = 0.05  # of the schedule that a peer may be behind the swarm
+FURTHEST_STEPS = 32  # that it may be behind in a short run
 MAX_STAGES = 64
 MAX_LAYERS = 4096  # bounded because counting the parameters of a model iterates over its layers
 
@@ -502,7 +502,7 @@ class Spec(Section):
 
     @property
     def furthest(self) -> float:
-        """Return the largest difference in progress between two partners."""
+        """Return how far behind the swarm a peer may be before it fetches the state of another."""
         return max(FURTHEST, FURTHEST_STEPS / self.schedule_steps)
 
     @property

@@ -23,7 +23,7 @@ from noloco_p2p.errors import PeerError
 from noloco_p2p.gossip import service
 from noloco_p2p.gossip.coder import UNKNOWN
 from noloco_p2p.gossip.frames import Accept, Offer, Refuse, Standing
-from noloco_p2p.gossip.gossip import Gossip
+from noloco_p2p.gossip.gossip import STALE_FURTHEST, Gossip
 from noloco_p2p.gossip.seams import Candidate, FrameStream
 from noloco_p2p.gossip.swap import Swap
 from noloco_p2p.gossip.units import Ages, Slice
@@ -212,7 +212,7 @@ class HostileReplica(SimulatedReplica):
     def step_taken(self) -> None:
         super().step_taken()
         if self._attack in (Attack.FAR_AHEAD, Attack.FAR_BEHIND):
-            apart = APART * self._spec.furthest * (1 if self._attack is Attack.FAR_AHEAD else -1)
+            apart = APART * STALE_FURTHEST * self._spec.furthest * (1 if self._attack is Attack.FAR_AHEAD else -1)
             self.mixing.progress = max(0.0, self.steps / self._spec.schedule_steps + apart)
 
     def apply(self) -> bool:

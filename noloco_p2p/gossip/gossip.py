@@ -43,7 +43,10 @@ ROUND_TRIPS = 10  # in which it travels at least
 # Partners whose current swaps end further apart than this share of a slice's time would leave a link idle
 # (benchmarks/link_use.py).
 MOST_APART = 0.25
-MOST_FURTHEST = 2  # times the distance at which an honest peer refuses; both train on while an offer travels
+# Times the distance behind the swarm at which a peer fetches a newer state. Swaps draw a faster peer back, so it must
+# not be cut off before the others may catch up.
+STALE_FURTHEST = 2
+MOST_FURTHEST = 4  # at which no honest peer would have accepted; both train on while an offer travels
 # Times the usual duration of a swap: a longer one costs its partner as many credits. Half of it would also charge
 # honest partners with slower links.
 HELD_UP = 8
@@ -392,7 +395,7 @@ class Gossip:
             return Refuse(RefuseCode.NOT_TRAINING, f"this peer is {self.state}", PAUSED_S)
         if not await self._is_listed(caller):
             return Refuse(RefuseCode.UNLISTED, "I have not read your record yet", self._busy_retry_s())
-        if abs(apart) > self._outside.spec.furthest:
+        if abs(apart) > STALE_FURTHEST * self._outside.spec.furthest:
             who = "you are" if apart < 0 else "I am"
             return Refuse(RefuseCode.STALE, f"{who} {100 * abs(apart):.1f} % of the run behind", STALE_RETRY_S)
         has_had = self._pairing.shares.has_had(caller)

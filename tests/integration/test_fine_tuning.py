@@ -31,7 +31,7 @@ from noloco_p2p.trainer.export import export_model
 from noloco_p2p.trainer.inner_step import InnerStep
 from noloco_p2p.trainer.model import build_model, build_tokenizer, samples_loss
 
-STEPS = 600
+STEPS = 1800  # so many that the swarm is not far ahead of a peer that starts again
 BASE_STEPS = 800
 DEATH_STEP = 100  # of the peer that dies
 OF_BASE, OF_ONE, OF_OTHER = "abcdefghijklmn", "opqrst", "uvwxyz"  # first letters

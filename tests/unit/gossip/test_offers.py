@@ -11,6 +11,7 @@ from harness.swap_swarm import SPEC, Swarm, profile
 
 from noloco_p2p.errors import PeerError
 from noloco_p2p.gossip.frames import Accept, Alive, Frame, Hello, Offer, Refuse, RefuseCode, Slice, Standing
+from noloco_p2p.gossip.gossip import STALE_FURTHEST
 from noloco_p2p.gossip.pairing import FAILED_RETRY_S, MANY_REFUSALS, MOST_RETRY_S, START, Pairing
 from noloco_p2p.gossip.seams import Candidate, FrameStream
 from noloco_p2p.simulate.clock import run_virtual
@@ -77,7 +78,7 @@ def test_an_offer_is_accepted_with_a_slice_of_what_was_offered() -> None:
         (replace(OFFER, hello=replace(HELLO, spec_digest="other")), {}, RefuseCode.OTHER_SPEC),
         (OFFER, {"state": "paused"}, RefuseCode.NOT_TRAINING),
         (OFFER, {"is_listed": False}, RefuseCode.UNLISTED),
-        (replace(OFFER, standing=Standing(SPEC.furthest + 0.01, 1.0, 0.0)), {}, RefuseCode.STALE),
+        (replace(OFFER, standing=Standing(STALE_FURTHEST * SPEC.furthest + 0.01, 1.0, 0.0)), {}, RefuseCode.STALE),
         (replace(OFFER, standing=Standing(0.0, 1.0, 1e6)), {}, RefuseCode.BUSY),
         (replace(OFFER, standing=Standing(0.0, float("nan"), 0.0)), {}, RefuseCode.MALFORMED),
         (replace(OFFER, ages=bytes(NUM_UNITS)), {}, RefuseCode.BUSY),

@@ -359,6 +359,7 @@ def test_who_is_left_behind_takes_the_state_of_the_swarm_and_goes_on_from_there(
         assert outer.progress == pytest.approx(0.7)
         assert torch.equal(flat(model), torch.ones_like(flat(model)))
         assert peer.metrics.catch_ups == 1
+        assert isinstance(peer, LeftBehind)
         assert peer.first_offers_at == (0.0, 0.7)
         outer.step()
         assert outer.progress == pytest.approx(0.701)
