@@ -19,7 +19,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(call step,"installing torch",$(PIP) torch)
 	$(call step,"installing noloco_p2p and what it needs",$(PIP) --editable '.[dev]')
 	@touch $(STAMP)
-	@echo "installed; now run: $(BIN)/noloco join TICKET (or $(BIN)/noloco --help)"
+	@echo "installed the command $(BIN)/noloco (see $(BIN)/noloco --help)"
 
 demo: $(STAMP)
 	$(BIN)/noloco demo

@@ -9,6 +9,7 @@ This module does not import torch, so `noloco init` and `noloco status` start fa
 from __future__ import annotations
 
 import difflib
+import errno
 import json
 import re
 import reprlib
@@ -32,6 +33,7 @@ STATE_CODECS, ACTIVATION_CODECS = (", ".join(get_args(names)) for names in (Stat
 FURTHEST = 0.05  # of the schedule that a peer may be behind the swarm
 FURTHEST_STEPS = 32  # that it may be behind in a short run
 MAX_STAGES = 64
+MOST_SHOWN = 32  # characters of a file name that may be a part of a ticket
 MAX_LAYERS = 4096  # bounded because counting the parameters of a model iterates over its layers
 
 
@@ -537,11 +539,11 @@ class Spec(Section):
         path = Path(path)
         try:
             values = tomllib.loads(path.read_text(encoding="utf-8-sig"))
-        except FileNotFoundError:
-            is_cut = path.name.startswith("noloco1")
-            fix = "if it is a ticket, copy the whole ticket" if is_cut else f"run `noloco init {path}` to create it"
-            raise SpecError(f"{path} does not exist; {fix}") from None
+        except IsADirectoryError:
+            raise SpecError(f"{path} is a folder, and neither a spec nor a ticket") from None
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            if getattr(error, "errno", None) in (errno.ENOENT, errno.ENAMETOOLONG):
+                raise SpecError(_no_file(path)) from None
             fix = f"; if it contains a ticket, write @{path}" if isinstance(error, tomllib.TOMLDecodeError) else ""
             raise SpecError(f"{path} cannot be read as TOML: {error}{fix}") from None
         return cls.from_dict(values, origin=str(path))
@@ -645,6 +647,14 @@ class TrainerSpec(Spec):
     @property
     def schedule_steps(self) -> int:
         return self.train.total_steps
+
+
+def _no_file(path: Path) -> str:
+    """Return what is wrong with a path that leads nowhere, which may be a part of a ticket."""
+    if path.suffix:
+        return f"{path} does not exist; run `noloco init {path}` to create it"
+    name = str(path) if len(str(path)) <= MOST_SHOWN else f"{str(path)[:MOST_SHOWN]}.."
+    return f"'{name}' is neither a file nor a ticket; tickets begin with noloco1: copy all of it, and put it in quotes"
 
 
 def _key(part: str | int) -> str:

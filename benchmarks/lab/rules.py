@@ -34,7 +34,7 @@ from torch import Tensor
 from noloco_p2p.codec import CODECS, chunk_bounds, get_codec
 from noloco_p2p.errors import NolocoError, SettingsError
 from noloco_p2p.simulate import plot
-from noloco_p2p.simulate.material import Material
+from noloco_p2p.simulate.material import Material, shortened
 from noloco_p2p.simulate.plan import Churn, Plan, parse_links, peer_name
 from noloco_p2p.simulate.result import Point, Result, table
 from noloco_p2p.spec import TrainerSpec
@@ -370,6 +370,7 @@ def main() -> None:
     parser.add_argument(
         "--rules", default="noloco,diloco,ddp", help=f"of noloco, {', '.join(RULES)} and FILE.py:NAME, each with :CODEC"
     )
+    parser.add_argument("--steps", type=int, help="as in `noloco simulate`")
     parser.add_argument("--replicas", type=int, default=8)
     parser.add_argument("--link", default="ideal", help="as in `noloco simulate`")
     parser.add_argument("--absent", type=float, default=0.0, help="share of the steps in which a replica is absent")
@@ -385,6 +386,7 @@ def main() -> None:
         links, churn = parse_links(args.link.split(",")), Churn(absent=args.absent)
         plan = Plan(args.replicas, args.seed, links=links, churn=churn, evaluations=plot.POINTS if args.plot else 4)
         spec, rules, results = TrainerSpec.load(args.spec), args.rules.split(","), list[Result]()
+        spec = shortened(spec, args.steps) if args.steps else spec
         for rule in rules:  # a wrong name must not be found after hours
             find_rule(rule, spec)
         material = Material.of(spec, {}, seed=args.seed)

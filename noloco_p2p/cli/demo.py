@@ -120,7 +120,7 @@ def _watch(swarm: Demo) -> None:
             if swarm.num_steps and not is_planned:
                 is_planned = True
                 who = "peer" if swarm.num_stages == 1 else "head (peer of stage 0)"
-                plan = f"each {who} takes up to {swarm.num_steps} inner steps"
+                plan = f"each {who} takes about {swarm.num_steps} inner steps"
                 if swarm.step_s is not None:
                     plan = f"an inner step takes {swarm.step_s:.2g} s on this machine: {plan} in about "
                     plan += f"{swarm.minutes:g} minutes"

@@ -61,7 +61,9 @@ def service(
     check_access(target, settings)
     unseen = [name for name, origin in settings.origins().items() if origin == "environment" and name != "state_dir"]
     if unseen:
-        log.warning("the service sees no NOLOCO_* variables; put these settings into %s: %s", user_file(), unseen)
+        log.warning(
+            "the service sees no NOLOCO_* variables; put these settings into %s: %s", user_file(), ", ".join(unseen)
+        )
     ticket_file = settings.state_dir / "service.ticket"  # a ticket can be a secret, and command lines are public
     where = f"@{ticket_file}" if isinstance(target, Ticket) else str(Path(run).absolute())
     unit = unit_of("join", where, "--state-dir", str(settings.state_dir))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
+import signal
 from pathlib import Path
 
 import typer
@@ -12,6 +12,8 @@ from noloco_p2p.cli.options import Changes, parse_changes, takes_settings
 from noloco_p2p.errors import SettingsError
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.simulate.plot import POINTS
+from noloco_p2p.telemetry.console import percent
+from noloco_p2p.telemetry.progress import Progress
 
 
 @takes_settings("data", "models")
@@ -75,8 +77,9 @@ def simulate(
     import torch
 
     from noloco_p2p.simulate import plot as drawing
-    from noloco_p2p.simulate.material import Material
+    from noloco_p2p.simulate.material import Material, shortened
     from noloco_p2p.simulate.plan import Plan, parse_churn, parse_links, parse_speeds
+    from noloco_p2p.simulate.replica import SimulatedPeer
     from noloco_p2p.simulate.result import table
     from noloco_p2p.simulate.stage_result import simulate_stages
     from noloco_p2p.simulate.staged import StagedPlan, by_stage, parse_replicas, staged
@@ -86,13 +89,13 @@ def simulate(
 
     spec = TrainerSpec.load(file).with_changes(parse_changes(changes), origin="--set")
     settings.check_names(spec)
-    if steps:
-        warmup = min(spec.train.warmup_steps, steps // 10)
-        spec = spec.with_changes({"train.total_steps": steps, "train.warmup_steps": warmup}, origin="--steps")
+    spec = shortened(spec, steps) if steps else spec
     num_stages = stages or spec.pipeline.stages
     num_replicas = parse_replicas(replicas, num_stages=num_stages)
     torch.set_num_threads(threads)
-    began_s = time.monotonic()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing has to be cleaned up
+    made = list[SimulatedPeer]()
+    progress = Progress(print).task(lambda: f"simulated {percent(max([0.0, *(peer.progress for peer in made)]))}")
     if num_stages > 1:
         pipeline = StagedPlan(
             num_replicas,
@@ -111,7 +114,8 @@ def simulate(
                 f"({spec.pipeline.microbatch}); otherwise, the heads would take larger steps than the spec says"
             )
         material = Material.of(staged(spec, num_stages), settings.data, seed=seed)
-        result = simulate_stages(material, pipeline)
+        with progress:
+            result = simulate_stages(material, pipeline, on_made=made.extend)
         lines = result.lines()
     else:
         if window:
@@ -128,11 +132,9 @@ def simulate(
         if plot:
             drawing.check(plot)
         material = Material.of(spec, settings.data, device=choose_device(device), seed=seed, folders=settings.models)
-        result = simulate_swarm(material, plan)
-        lines = table([result])
-        if plot:
-            lines.append(f"wrote {drawing.draw([result], plot)}")
-    print(f"done after {time.monotonic() - began_s:.0f} s")
+        with progress:
+            result = simulate_swarm(material, plan, on_made=made.extend)
+        lines = table([result]) + ([f"wrote {drawing.draw([result], plot)}"] if plot else [])
     print("\n".join(lines))
     if json_file:
         report = {"spec": spec.model_dump(mode="json"), "seed": seed, "result": result.as_dict()}

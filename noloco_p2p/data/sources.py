@@ -82,8 +82,8 @@ def _bound_files(name: str, bindings: Mapping[str, str], *, is_needed: bool = Tr
         if not is_needed:
             return []
         raise Unbound(
-            f"the run trains on data named '{name}', which is not bound to files on this machine; "
-            f"use --data {name}=GLOB, for example --data '{name}=/data/{name}/*.jsonl.gz', or the settings file"
+            f"the run trains on data named '{name}', which is not bound to files on this machine; ask whoever gave you "
+            f"the ticket for the files, and use --data {name}=GLOB, for example --data '{name}=/data/{name}/*.jsonl.gz'"
         )
     expanded = Path(pattern).expanduser()
     if expanded.is_dir():

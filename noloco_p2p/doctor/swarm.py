@@ -105,8 +105,8 @@ def _ways(directory: SwarmDirectory, local: Mapping[str, Any]) -> Check:
 
 
 def clock(peer_id: str, offset: Offset) -> Check:
-    unsure = f"±{offset.unsure_s:.2f} s"
-    text = f"the clock of {named(peer_id)} differs from this machine's by {offset.seconds:+.1f} s ({unsure})"
+    seconds = round(offset.seconds, 1) + 0.0  # turns -0.0 into 0.0
+    text = f"the clock of {named(peer_id)} differs from this machine's by {seconds:+.1f} s (±{offset.unsure_s:.2f} s)"
     fix = "set the clock of this machine (start systemd-timesyncd or ntpd); a peer with a wrong clock cannot join"
     return Check.of("clock", text, fix, fails=offset.is_too_large())
 

@@ -514,6 +514,7 @@ class Gossip:
         num_failing = self._pairing.num_failing(live)
         share = f"swaps with {num_failing} of {counted(len(live), 'live peer')} fail: " if num_failing else ""
         self.counts.last_failure = f"{who}: {what}: {error}; {share}{error.advice[num_failing >= len(live)]}"
+        self.counts.failed_at_s = self._loop.time()
         log.info("%s: %s: %s", who, what, error)
 
 

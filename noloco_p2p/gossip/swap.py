@@ -55,6 +55,7 @@ class Counts:
     failures: Counter[str] = field(default_factory=Counter)  # failed swaps, by kind
     refused: Counter[str] = field(default_factory=Counter)  # offers of other peers, by reason
     last_failure: str = ""
+    failed_at_s: float = 0.0  # when that was, on the clock of the loop
     refused_as_stale: bool = False  # since somebody asked
 
 

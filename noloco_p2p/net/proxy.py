@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from noloco_p2p.control import temporary_socket
-from noloco_p2p.errors import CorruptPayload
+from noloco_p2p.errors import CorruptPayload, Unreachable
 from noloco_p2p.forks import kept_from_forks
 from noloco_p2p.hosts import ip_of, is_wildcard, network_of
 from noloco_p2p.net.session import caller_in
@@ -317,11 +317,13 @@ class Proxy:
         self._inbound[number].start(near)
 
     def inbound(self, peer: str) -> Inbound:
-        """Return the connection that gRPC calls `peer`. Raises CorruptPayload for a caller that bypassed the proxy."""
-        found = self._inbound.get(_number(peer))
-        if found is None:
-            raise CorruptPayload("this connection did not come through this peer's public port")
-        return found
+        """Return the connection that gRPC calls `peer`. Raises Unreachable if it has ended, and else CorruptPayload."""
+        number = _number(peer)
+        if found := self._inbound.get(number):
+            return found
+        if 0 < number <= self._num_came:
+            raise Unreachable("this connection has ended")
+        raise CorruptPayload("this connection did not come through this peer's public port")
 
     def forget(self, number: int) -> None:
         del self._inbound[number]

@@ -358,6 +358,8 @@ class TurnedAway:
         self._told_at_s = -TELL_EVERY_S
 
     def note(self, address: str, error: PeerError) -> None:
+        if isinstance(error, Unreachable):  # the caller has hung up
+            return
         self._count += 1
         if self._clock() - self._told_at_s >= TELL_EVERY_S:
             who = f"..{short_id(error.peer)} at {address}" if error.peer else address

@@ -80,7 +80,10 @@ def check_layout(position: Mapping[str, Any], layout: ModelLayout, *, origin: st
         difference = layout.first_difference(ModelLayout.from_json(position["tensors"]))
     except (KeyError, ValueError):
         difference = "its list of tensors is missing or invalid"
-    raise CheckpointError(f"{origin} belongs to another model: {difference}; use another --state-dir or `noloco fork`")
+    raise CheckpointError(
+        f"{origin} belongs to another model: {difference}; use another --state-dir or `noloco fork`, or in a script "
+        "NoLoCo(..., resume=False)"
+    )
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:

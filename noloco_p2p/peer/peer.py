@@ -21,6 +21,7 @@ from noloco_p2p.settings import PeerSettings
 from noloco_p2p.spec import RunSpec, Spec
 from noloco_p2p.swarm.dial_back import Verdict
 from noloco_p2p.swarm.records import STATES
+from noloco_p2p.telemetry.console import duration
 from noloco_p2p.telemetry.progress import Progress
 from noloco_p2p.ticket import Ticket, find
 
@@ -235,8 +236,14 @@ class Peer:
         self._network.announce(state)
 
     def last_fault(self) -> str:
-        """Return why this peer cannot announce itself, or else the last fault of another peer, or "" without any."""
-        return self._network.directory.fault or self._network.service.counts.last_failure
+        """Return why this peer cannot announce itself, or else the last fault of another peer and how long ago it was.
+
+        The result is "" without any.
+        """
+        counts, own = self._network.service.counts, self._network.directory.fault
+        if own or not counts.last_failure:
+            return own
+        return f"{duration(time.monotonic() - counts.failed_at_s)} ago: {counts.last_failure}"
 
     def reach(self) -> Verdict:
         """Return the verdict on whether other peers can dial this one, based on their reports."""

@@ -20,6 +20,12 @@ CPU = torch.device("cpu")
 CURVE_SHARE = 0.1  # of the time of training, for the points of a curve
 
 
+def shortened(spec: TrainerSpec, num_steps: int) -> TrainerSpec:
+    """Return the spec with another number of inner steps, of which at most a tenth are warmup."""
+    warmup = min(spec.train.warmup_steps, num_steps // 10)
+    return spec.with_changes({"train.total_steps": num_steps, "train.warmup_steps": warmup}, origin="--steps")
+
+
 @dataclass(frozen=True, slots=True)
 class Material:
     spec: TrainerSpec

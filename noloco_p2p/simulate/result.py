@@ -53,6 +53,8 @@ class Swaps:
         return cls(*(fmean(getattr(swaps, field.name) for swaps in peers) for field in fields(cls)))
 
     def cells(self) -> tuple[str, ...]:
+        if self == Swaps():  # a rule without swaps
+            return ("-",) * len(fields(self))
         counts = f"{self.committed:.0f}", f"{self.failed:.0f}"
         return *counts, f"{self.age_steps:.1f}", f"{100 * self.link_use:.0f}", f"{self.clipped_pieces:.0f}"
 

@@ -188,6 +188,8 @@ def test_settings_in_the_environment_and_in_the_file_name_themselves(
         (["join", "run.toml", "--threads", "many"], 2, "'--threads'"),
         (["demo", "--peers", "0"], 2, "'--peers'"),
         (["join", "nothing.toml"], 3, "does not exist; run `noloco init nothing.toml` to create it"),
+        (["join", TICKET[7:]], 3, "..' is neither a file nor a ticket; tickets begin with noloco1: copy all of it"),
+        (["join", ""], 3, "is a folder, and neither a spec nor a ticket"),
         (["join", TICKET[:-9]], 3, "the ticket is damaged: a part is missing or mistyped"),
         (["join", "noloco2" + TICKET[7:]], 3, "install a newer noloco_p2p"),
         *((["join", "run.toml", *flags], 3, said) for flags, said in WRONG_SETTINGS),

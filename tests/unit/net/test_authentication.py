@@ -10,7 +10,7 @@ import grpc
 import pytest
 from harness.patience import PATIENCE_S
 
-from noloco_p2p.errors import Refused
+from noloco_p2p.errors import Refused, Unreachable
 from noloco_p2p.net import server
 from noloco_p2p.net.server import TurnedAway, _answer, _asked
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
@@ -30,6 +30,7 @@ def test_a_scan_is_told_in_one_line_a_minute(caplog: pytest.LogCaptureFixture) -
     with caplog.at_level(logging.INFO):
         for _ in range(600):
             turned_away.note("ipv4:192.0.2.7:1", Refused("you are banned", code="BANNED"))
+            turned_away.note("unix:/folder/1", Unreachable("it has hung up"))
             clock.now_s += 0.2
     assert len(caplog.messages) == 2
     assert "calls refused: 300; the most recent was from ipv4:192.0.2.7:1: it is banned" in caplog.messages[1]

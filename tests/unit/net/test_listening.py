@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from noloco_p2p.control import fits_socket
+from noloco_p2p.errors import CorruptPayload, Unreachable
 from noloco_p2p.net.proxy import NEW_S, Proxy
 
 
@@ -47,3 +48,22 @@ def test_the_folders_of_killed_peers_are_removed_and_those_of_live_and_new_ones_
     asyncio.run(proxy.close())
     for each in listening:
         each.close()
+
+
+async def test_a_caller_that_has_hung_up_is_told_from_one_that_bypasses_the_port() -> None:
+    """gRPC may begin a call after its connection has ended."""
+    proxy = Proxy(tls=None)
+    proxy.listen("127.0.0.1", 0)
+    near, far = socket.socketpair()
+    far.close()
+    proxy.take(near, relay="relay")
+    serving = proxy.inbound("unix:/folder/1")._serving
+    assert serving
+    await serving
+    await asyncio.sleep(0)  # its callbacks are next
+    with pytest.raises(Unreachable, match="has ended"):
+        proxy.inbound("unix:/folder/1")
+    for bypassing in ("unix:/folder/2", "unix:", "ipv4:127.0.0.1:1"):
+        with pytest.raises(CorruptPayload, match="public port"):
+            proxy.inbound(bypassing)
+    await proxy.close()
