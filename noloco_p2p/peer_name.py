@@ -82,7 +82,7 @@ def find(text: str, known: Mapping[str, str]) -> str:
     if found:
         raise SettingsError(f"{text!r} can mean {len(found)} peers; choose one of the ids {', '.join(found)}")
     raise SettingsError(
-        f"{text!r} is no peer that is known here; a running peer knows the names of the live ones, and a whole id "
+        f"{text!r} is no other peer known here; a running peer knows the names of the live ones, and a whole id "
         "(12D3Koo..) is always known"
     )
 

@@ -56,7 +56,7 @@ def _say_absent(folder: Path) -> None:
     print(
         f"the peer in {folder} is still starting and cannot answer yet; try again, or stop it with Ctrl-C"
         if is_held(folder)
-        else f"no peer is running in {folder}"
+        else f"no peer is running in {folder}; --state-dir names another folder"
     )
 
 

@@ -146,7 +146,7 @@ class StateServer:
             self._too_old, self._asked_at_s, self._is_wanted = self.saved, self._clock(), True
         elif not self._has_warned and self._clock() - self._asked_at_s > SAVING_S:
             self._has_warned = True
-            log.warning("newcomers wait for a newer state of this peer; a script with save_every_s=0 must call `save`")
+            log.warning("newcomers wait for a newer state; a script must take steps, or call `save` if save_every_s=0")
 
     async def _chunks(self, saved: SavedState, indices: Sequence[int]) -> AsyncGenerator[FetchItem]:
         if any(later <= earlier for earlier, later in pairwise(indices)):

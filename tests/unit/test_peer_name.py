@@ -87,5 +87,5 @@ def test_what_is_shown_of_a_peer_finds_it() -> None:
     with pytest.raises(SettingsError, match=f"can mean 2 peers; choose one of the ids {ada}, {nobody}"):
         find("ADA", known | {nobody: "Ada"})
     for text in ("..abcdef", "Bob", "12D3KooWabc", "", ".", ada[-3:]):
-        with pytest.raises(SettingsError, match="no peer that is known here"):
+        with pytest.raises(SettingsError, match="no other peer known here"):
             find(text, known)
