@@ -24,6 +24,7 @@ from peft import PeftModel
 from torch import nn
 from transformers import AutoModelForCausalLM, pipeline
 
+from noloco_p2p.control import ask
 from noloco_p2p.data.stream import Corpus, TokenStream, validation_batches
 from noloco_p2p.spec import DataSpec, ModelSpec, TrainerSpec, TrainSpec
 from noloco_p2p.trainer.evaluate import evaluate_loss
@@ -31,7 +32,7 @@ from noloco_p2p.trainer.export import export_model
 from noloco_p2p.trainer.inner_step import InnerStep
 from noloco_p2p.trainer.model import build_model, build_tokenizer, samples_loss
 
-STEPS = 1800  # so many that the swarm is not far ahead of a peer that starts again
+STEPS = 600
 BASE_STEPS = 800
 DEATH_STEP = 100  # of the peer that dies
 OF_BASE, OF_ONE, OF_OTHER = "abcdefghijklmn", "opqrst", "uvwxyz"  # first letters
@@ -144,8 +145,12 @@ def test_people_with_different_chats_make_an_adapter_that_nobody_makes_alone(hom
             c.report_where(lambda event: event["step"] > DEATH_STEP)
             c.send(signal.SIGKILL)
             c.wait()
+        for peer in (a, b):  # they would be done before it has started again
+            assert ask(peer.folder, "pause")
         with PeerProcess(ticket, tmp_path / "c", *other) as c:
             assert c.event("started")["resumed_at"] > 0
+            for peer in (a, b):
+                assert ask(peer.folder, "resume")
             c.swap_with(a)
             for peer in (a, b, c):
                 peer.event("finished")
