@@ -38,11 +38,11 @@ from statistics import fmean
 from typing import Any
 from unittest.mock import patch
 
+import stack
 import torch
 from corpus import CACHE, make
 from rows import add_missing, cell_of, key_of, read
 from rules import Lockstep
-from stack import products_of
 from swarm import run_swarm
 
 from noloco_p2p.outer import update_filter
@@ -210,7 +210,7 @@ def run(cell: Cell, device: torch.device, *, min_inner_steps: int = 0) -> dict[s
     seconds = {"wall_s": time.monotonic() - began_s, "cpu_s": time.process_time() - cpu_s}
     machine = {
         "device": _name_of(device),
-        "products": products_of(device),
+        "products": stack.products_of(device),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
     }
@@ -289,6 +289,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=1e9)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--products", choices=("fp32", "bf16"), help="of matrices; by default, what is faster here")
     parser.add_argument("--out", type=Path, default=OUT)
     arguments = parser.parse_args()
     until_s, sizes = time.monotonic() + 60 * arguments.minutes, arguments.sizes.split(",")
@@ -301,9 +302,15 @@ def main() -> None:
             own = [cell.minutes for cell in cells if cell.size == size]
             print(f"{size}: {len(own)} cells are missing, {sum(own) / 60:.1f} hours of one thread")
     else:
-        here = partial(run, device=torch.device(arguments.device))
-        cells = missing(arguments.out, sizes, arguments.only)
-        add_missing(cells, here, arguments.out, can_end=lambda cell: time.monotonic() + 60 * cell.minutes <= until_s)
+        device = torch.device(arguments.device)
+        products, cells = arguments.products or stack.products_of(device), missing(arguments.out, sizes, arguments.only)
+        with patch.object(stack, "products_of", lambda device: products):
+            add_missing(
+                cells,
+                partial(run, device=device),
+                arguments.out,
+                can_end=lambda cell: time.monotonic() + 60 * cell.minutes <= until_s,
+            )
 
 
 if __name__ == "__main__":
