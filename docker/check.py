@@ -205,15 +205,16 @@ def check_swarm(engine: Engine, image: str) -> None:
     say(f"  second peer stopped in {second.stop():.1f} s, exit code 0")
 
     second, again_s = engine.start("second", image, *join, flags=flags), time.monotonic()
-    status = second.wait_for(
-        lambda s: s["swaps"] > swapped["swaps"] and s["step"] > swapped["step"], timeout_s=SWAP_S, what="another swap"
-    )
-    resumed = re.search(r"resumed from step (\d+)", second.log())
-    if status["peer_id"] != swapped["peer_id"] or resumed is None:
+
+    def resumed_at() -> float:
+        found = re.search(r"resumed from step (\d+)", second.log())
+        return int(found[1]) if found else float("inf")
+
+    trained = second.wait_for(lambda s: s["step"] > resumed_at(), timeout_s=START_S, what="a further step")
+    status = second.wait_for(lambda s: s["swaps"] > trained["swaps"], timeout_s=SWAP_S, what="another swap")
+    if status["peer_id"] != swapped["peer_id"]:
         raise Failed(f"the same command did not resume; its log:\n{second.log()}")
-    say(
-        f"  the same command resumed from step {resumed[1]}, and swapped again after {time.monotonic() - again_s:.1f} s"
-    )
+    say(f"  the same command resumed from step {resumed_at()}, and swapped after {time.monotonic() - again_s:.1f} s")
     for what, container in (("second peer", second), ("first peer", first), ("bootstrap", bootstrap)):
         say(f"  {what} stopped in {container.stop():.1f} s, exit code 0")
 
