@@ -32,7 +32,7 @@ from noloco_p2p.trainer.export import export_model
 from noloco_p2p.trainer.inner_step import InnerStep
 from noloco_p2p.trainer.model import build_model, build_tokenizer, samples_loss
 
-STEPS = 600
+STEPS = 1800  # so many that nobody is far ahead after a moment
 BASE_STEPS = 800
 DEATH_STEP = 100  # of the peer that dies
 OF_BASE, OF_ONE, OF_OTHER = "abcdefghijklmn", "opqrst", "uvwxyz"  # first letters
@@ -146,11 +146,10 @@ def test_people_with_different_chats_make_an_adapter_that_nobody_makes_alone(hom
             c.send(signal.SIGKILL)
             c.wait()
         for peer in (a, b):  # they would be done before it has started again
-            assert ask(peer.folder, "pause")
+            assert (ask(peer.folder, "pause") or {})["refusal"] == ""
         with PeerProcess(ticket, tmp_path / "c", *other) as c:
             assert c.event("started")["resumed_at"] > 0
-            for peer in (a, b):
-                assert ask(peer.folder, "resume")
+            assert all(ask(peer.folder, "resume") for peer in (a, b))
             c.swap_with(a)
             for peer in (a, b, c):
                 peer.event("finished")

@@ -66,12 +66,7 @@ def test_who_holds_others_up_is_a_partner_no_more(liar: type[Gossip]) -> None:
 def charged(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Return how often each peer is charged for holding others up."""
     times, held_up = Counter[str](), Shares.held_up
-
-    def noted(shares: Shares, peer_id: str, num_swaps: float) -> None:
-        times[peer_id] += 1
-        held_up(shares, peer_id, num_swaps)
-
-    monkeypatch.setattr(Shares, "held_up", noted)
+    monkeypatch.setattr(Shares, "held_up", lambda own, peer, num: (times.update([peer]), held_up(own, peer, num)))
     return times
 
 

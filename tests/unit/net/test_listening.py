@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from harness.patience import PATIENCE_S
 
 from noloco_p2p.control import fits_socket
 from noloco_p2p.errors import CorruptPayload, Unreachable
@@ -57,10 +58,8 @@ async def test_a_caller_that_has_hung_up_is_told_from_one_that_bypasses_the_port
     near, far = socket.socketpair()
     far.close()
     proxy.take(near, relay="relay")
-    serving = proxy.inbound("unix:/folder/1")._serving
-    assert serving
-    await serving
-    await asyncio.sleep(0)  # its callbacks are next
+    assert proxy.inbound("unix:/folder/1")
+    await proxy.tasks.stop(grace_s=PATIENCE_S)
     with pytest.raises(Unreachable, match="has ended"):
         proxy.inbound("unix:/folder/1")
     for bypassing in ("unix:/folder/2", "unix:", "ipv4:127.0.0.1:1"):

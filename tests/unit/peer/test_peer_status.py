@@ -13,6 +13,7 @@ from noloco_p2p.gossip.gossip import Link
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.gossip.swap import Counts
 from noloco_p2p.peer.network import LivePeers, Status
+from noloco_p2p.peer.peer import Peer
 from noloco_p2p.telemetry.metrics import Metrics
 
 
@@ -62,6 +63,12 @@ def test_only_the_time_of_training_counts(monkeypatch: pytest.MonkeyPatch) -> No
     again.restore({"trained_s": 8.0})
     again.count(Counts(), Link(), relayed_bytes=0)
     assert metrics.trained_s == 8
+
+
+def test_a_fault_of_another_peer_says_how_long_ago_it_was() -> None:
+    counts = Counts(last_failure="Ada: gone", failed_at_s=time.monotonic() - 3605.0)
+    network = SimpleNamespace(directory=SimpleNamespace(fault=""), service=SimpleNamespace(counts=counts))
+    assert Peer.last_fault(cast(Any, SimpleNamespace(_network=network))) == "1 h 0 min ago: Ada: gone"
 
 
 def test_no_counter_decreases_when_the_checkpoint_is_of_this_process() -> None:
