@@ -42,7 +42,7 @@ import stack
 import torch
 from corpus import CACHE, make
 from rows import add_missing, cell_of, key_of, read
-from rules import Lockstep
+from rules import AllReduce, Lockstep, codec_of
 from swarm import run_swarm
 
 from noloco_p2p.outer import update_filter
@@ -105,7 +105,7 @@ RULES: dict[str, tuple[str, int, tuple[tuple[float, float], ...]]] = {
     "ddp": ("ddp", 1, ((0.0, 1.0),)),
     "diloco-30": ("diloco-nesterov", 30, NESTEROV),
     "diloco-100": ("diloco-nesterov", 100, NESTEROV),
-    "streaming": ("streaming", 8, ((0.0, 1.0),)),  # 8 slices, each as often as the link allows
+    "streaming": ("streaming", 0, ((0.0, 1.0),)),  # a slice after each step, as large as the link can carry until then
     "streaming-30": ("streaming", 30, NESTEROV),
     "local": ("local", 1, ((0.0, 1.0),)),  # with one merge at the end
     "noloco-50": ("swarm", 50, ((0.5, 0.7),)),  # the paper's algorithm
@@ -191,6 +191,9 @@ def run(cell: Cell, device: torch.device, *, min_inner_steps: int = 0) -> dict[s
     """Run one cell, with at least `min_inner_steps` from one swap to the next, and return its row."""
     size, (kind, inner_steps, _) = SIZES[cell.size], RULES[cell.rule]
     began_s, cpu_s, limit_s = time.monotonic(), time.process_time(), size.steps * STEP_S
+    num_slices = 8
+    if cell.rule == "streaming":
+        num_slices = inner_steps = slices_of(cell)
     spec = ladder_spec(cell, inner_steps)
     if min_inner_steps:
         spec = spec.with_changes({"outer.min_inner_steps": min_inner_steps})
@@ -205,7 +208,10 @@ def run(cell: Cell, device: torch.device, *, min_inner_steps: int = 0) -> dict[s
         with patch.object(update_filter, "SCALE_WAITING", 1e9):  # the paper has no update filter
             result = run_swarm(material, plan, limit_s=limit_s, claimed=CLAIMED)
     else:
-        result = Lockstep(material, plan, kind, limit_s=limit_s, claimed=CLAIMED, is_nesterov=cell.alpha > 0).run()
+        lockstep = Lockstep(
+            material, plan, kind, limit_s=limit_s, claimed=CLAIMED, num_slices=num_slices, is_nesterov=cell.alpha > 0
+        )
+        result = lockstep.run()
     told = {name: value for name, value in result.as_dict().items() if name not in ("rule", "curve")}
     seconds = {"wall_s": time.monotonic() - began_s, "cpu_s": time.process_time() - cpu_s}
     machine = {
@@ -215,6 +221,16 @@ def run(cell: Cell, device: torch.device, *, min_inner_steps: int = 0) -> dict[s
         "torch": torch.__version__,
     }
     return {**asdict(cell), **told, **seconds, **machine}
+
+
+def slices_of(cell: Cell) -> int:
+    """Return the least number of slices each of which the link can all-reduce in one step.
+
+    With `free`, it is that of 100 Mbit/s.
+    """
+    num_bytes = AllReduce.of(codec_of("streaming", ""), num_elements=CLAIMED).sent_bytes(CLAIMED, cell.replicas)
+    whole_s = 8 * num_bytes / 1e6 / (100 if cell.link == FREE else float(cell.link))
+    return math.ceil(whole_s / (STEP_S * (2 if cell.slow else 1) - 4 * DELAY_MS / 1e3))
 
 
 def ladder_spec(cell: Cell, inner_steps: int) -> TrainerSpec:

@@ -105,7 +105,7 @@ def links(rows: Rows) -> Series:
 def trouble(rows: Rows) -> Series:
     def column(row: dict[str, Any]) -> str:
         if row["slow"] or row["absent"]:
-            return "10 % of them slow" if row["slow"] else "10 % of the time absent"
+            return "one at half speed" if row["slow"] else "10 % of the time absent"
         return f"{row['replicas']} replicas"
 
     return series(rows, column, lambda row: is_asked(row) and row["link"] == "100")
@@ -209,7 +209,7 @@ def made(rows: Rows) -> dict[str, str]:
         "links": table(links(rows), LINKS, ".4f", lambda link: f"{link} Mbit/s"),
         "trouble": table(
             trouble(rows),
-            ("8 replicas", "10 % of them slow", "10 % of the time absent", "4 replicas", "16 replicas"),
+            ("8 replicas", "one at half speed", "10 % of the time absent", "4 replicas", "16 replicas"),
             ".4f",
         ),
         "settings": settings(rows),

@@ -43,6 +43,7 @@ RULES = ("diloco", "diloco-nesterov", "ddp", "local", "streaming")
 # (alpha, beta) of the NoLoCo paper's baseline, and of DiLoCo (arXiv 2311.08105).
 OUTER_STEPS = {"diloco": (0.3, 0.7), "diloco-nesterov": (0.9, 0.7)}
 INT4_BLOCK = 64
+ALL_DONE = 1 - 1e-9  # of the schedule: a sum of times may lack a rounding error
 
 
 class Rule(Protocol):
@@ -156,7 +157,8 @@ class Lockstep:
     """Replicas that take every step together. Events, broken calls (`churn.lose`) and closing swaps do not apply.
 
     A replica that is absent from an all-reduce contributes nothing to the mean. It then receives the mean as one more
-    encoded vector, so all replicas stay equal. In a real system, the absence would cost at least as much.
+    encoded vector, so all replicas stay equal. In a real system, the absence would cost at least as much. With
+    `streaming`, it receives nothing.
 
     Without `limit_s`, replicas take the steps of the spec. Otherwise, they train for this virtual time, which is then
     the whole schedule. Transfers take as long as those of a model with `claimed` parameters, or of this one if it is 0.
@@ -207,7 +209,7 @@ class Lockstep:
 
     def run(self) -> Result:
         total, step = self.train.total_steps, 0
-        while (progress := self.virtual_s / self.limit_s if self.limit_s else step / total) < 1 - 1e-9:
+        while (progress := self._progress(step)) < ALL_DONE:
             gradients = self.stack.gradients(self.weights, torch.stack([next(batches) for batches in self.batches]))
             if self.rule == "ddp":
                 self._step_alike(gradients, progress, step)
@@ -215,10 +217,9 @@ class Lockstep:
                 self.optimizer.step(self.weights, self.replicas, gradients, [progress] * len(self.replicas))
             self.virtual_s += self.step_s
             step += 1
-            is_last = step == total if self.limit_s is None else self.virtual_s >= self.limit_s
             if self.rule == "streaming":
                 self._stream(step)
-            elif self.outers and (step % self.outer.inner_steps == 0 or is_last):
+            elif self.outers and (step % self.outer.inner_steps == 0 or self._progress(step) >= ALL_DONE):
                 self._outer_step(self.outers[0], step - 1)
             elif self._own:
                 self._own.after_step(step)
@@ -252,6 +253,10 @@ class Lockstep:
         churn, seed = self.plan.churn, self.plan.seed
         return [number for number in self.replicas if not churn.is_absent(peer_name(number), step, seed=seed)]
 
+    def _progress(self, step: int) -> float:
+        """Return the share of the schedule that is done after `step` inner steps."""
+        return self.virtual_s / self.limit_s if self.limit_s else step / self.train.total_steps
+
     def _step_alike(self, gradients: Tensor, progress: float, step: int) -> None:
         """Let all replicas take a step with the mean gradient of those that are present, or 0 if there are none."""
         present = self.present(step)
@@ -275,8 +280,8 @@ class Lockstep:
         once in `outer.inner_steps`, or as often as the link allows.
         """
         if self._correction is not None and self.virtual_s >= self._arrives_s - 1e-9:
-            place, correction = self._correction
-            self.weights[:, place] += correction
+            present, place, correction = self._correction
+            self.weights[present, place] += correction
             self._correction = None
         due = self._num_slices_sent * self.outer.inner_steps / len(self.slices)
         present = self.present(step)
@@ -285,9 +290,9 @@ class Lockstep:
         index = self._num_slices_sent % len(self.slices)
         self._num_slices_sent += 1
         place, diloco = self.slices[index], self.outers[index]
-        before = self.weights[:, place].clone()
-        diloco.step(before[present])
-        self._correction = place, diloco.slow_weights - before
+        before = self.weights[present, place]
+        diloco.step(before)
+        self._correction = present, place, diloco.slow_weights - before
         train_s, self.virtual_s = self.virtual_s, 0.0
         self._count_exchange(len(present), share=1 / len(self.slices))
         self.virtual_s, self._arrives_s = train_s, train_s + self.virtual_s
@@ -299,7 +304,8 @@ class Lockstep:
         """
         num_replicas = self.plan.num_replicas
         if num_present:
-            of_absent = (num_replicas - num_present) * self.all_reduce.bytes_per_element * self.num_elements
+            num_late = 0 if self.rule == "streaming" else num_replicas - num_present
+            of_absent = num_late * self.all_reduce.bytes_per_element * self.num_elements
             sent_bytes = num_present * self.all_reduce.sent_bytes(self.num_elements, num_present) + of_absent
             self.sent_bytes += share * sent_bytes / num_replicas
         self._wait(share * self.all_reduce.sent_bytes(self.num_elements, num_replicas), num_messages=2)

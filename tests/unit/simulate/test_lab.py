@@ -146,17 +146,20 @@ def test_replicas_come_leave_and_are_slow() -> None:
     assert result.loss < 0.99 * tiny.loss(tiny.model())
 
 
-def test_streaming_mixes_without_waiting() -> None:
+def test_streaming_mixes_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = material(**{"outer.inner_steps": 4})
     plan = Plan(4, links=(slow_link(tiny, steps=2.0),), evaluations=1)
 
-    def run(rule: str) -> Result:
-        return Lockstep(tiny, plan, rule, num_slices=2).run()
+    def run(rule: str) -> tuple[Result, torch.Tensor]:
+        lab = Lockstep(tiny, plan, rule, num_slices=2)
+        return lab.run(), lab.weights[3]
 
-    streaming, alone, blocking = run("streaming"), run("local"), run("diloco")
+    (streaming, _), (alone, own), (blocking, _) = run("streaming"), run("local"), run("diloco")
     assert streaming.virtual_s == alone.virtual_s < blocking.virtual_s
     assert streaming.spread < 0.7 * alone.spread
     assert streaming.loss == pytest.approx(blocking.loss, rel=0.02)
+    monkeypatch.setattr(Lockstep, "present", lambda lab, step: [0, 1, 2])
+    assert torch.equal(run("streaming")[1], own), "who is absent receives nothing"
 
 
 def test_a_rule_that_waits_takes_fewer_steps_in_the_same_time() -> None:
@@ -165,6 +168,9 @@ def test_a_rule_that_waits_takes_fewer_steps_in_the_same_time() -> None:
     free, waiting = (Lockstep(tiny, plan, rule, limit_s=float(STEPS)).run() for rule in ("local", "diloco"))
     assert (free.steps, free.virtual_s) == (STEPS, STEPS)
     assert waiting.steps < STEPS <= waiting.virtual_s
+    tiny, plan = material(**{"outer.inner_steps": 1000}), Plan(2, step_s=1.1, evaluations=1)
+    last = Lockstep(tiny, plan, "diloco", limit_s=1.1 * STEPS).run()
+    assert last.spread < 1e-6, "rounding errors do not prevent the last outer step"
 
 
 def test_int4_is_off_by_at_most_half_a_step() -> None:
@@ -177,6 +183,12 @@ def row_of(cell: ladder.Cell) -> dict[str, Any]:
     values = {"loss": cell.learning_rate, "merged_loss": cell.learning_rate, "steps": 1, "wall_s": 0.0}
     fields = {name: getattr(cell, name) for name in ladder.Cell.__dataclass_fields__}
     return {**fields, **values, "swaps": swaps, "sent_per_parameter_step": 0.0}
+
+
+def test_streaming_sends_all_that_a_link_carries_in_a_step() -> None:
+    cell, links = ladder.Cell("0.1M", "muon", "streaming", "100", 1), ("free", "100", "20", "200", "1000")
+    assert [ladder.slices_of(replace(cell, link=link)) for link in links] == [8, 8, 39, 4, 1]
+    assert [ladder.slices_of(each) for each in (replace(cell, replicas=16), replace(cell, slow=0.1))] == [9, 4]
 
 
 def test_the_ladder_skips_what_is_done_and_transfers_what_the_tuning_found(
