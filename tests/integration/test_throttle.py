@@ -153,7 +153,7 @@ def test_without_caps_nothing_is_counted_and_no_window_is_set() -> None:
 @pytest.mark.parametrize("capped", ["a", "b"])
 def test_a_swap_of_a_capped_peer_takes_what_the_cap_says_and_the_measured_link_shows_it(capped: str) -> None:
     """Data flows in both directions and one of them is capped, whichever peer made the offer."""
-    num_elements, rate = 3_000_000, RATE / 2  # so that a slow processor, which codes meanwhile, is within the bound
+    num_elements, rate = 1_000_000, RATE / 12  # twelve seconds, so that what a busy processor adds is within the bound
     with LoopbackSwarm(SPEC) as swarm:
         swarm.rates[capped] = (rate, None)
         peers = [Swapping(swarm.peer(name), random_vector(seed, num_elements)) for seed, name in enumerate("ab")]
