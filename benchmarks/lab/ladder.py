@@ -14,11 +14,11 @@ many tokens, 22.9 D ** 0.47 (arXiv 2410.21676), so that a smaller one would not 
 (seed 0, on 100 Mbit/s), each rule tries all learning rates and outer settings of its grid (`tuning`). The best of each
 rule and optimizer is transferred: the learning rate is inverse to the width, as the published ones of the NoLoCo paper
 are (6e-4, 2e-4 and 1.2e-4 for widths of 768, 2,048 and 4,096), and outer settings stay. Muon's steps have the size of
-AdamW's, so the same rule holds. **Time.** An inner step takes as long as 6 FLOP per parameter and token take at 40
-TFLOP/s, with 65,536 tokens, and a transfer as long as that of a model of 125M parameters. Every rule gets the time that
-20 tokens per parameter take without a network; a rule that waits for its link gets fewer. Since both times grow with
-the size, those of 1.3B parameters have the same ratio. `free` is a link that takes no time, so every rule takes all
-steps: it shows the gap at equal tokens.
+AdamW's, so the same rule holds. At 0.3M, seed 0 tries higher and lower rates than the transferred ones. **Time.** An
+inner step takes as long as 6 FLOP per parameter and token take at 40 TFLOP/s, with 65,536 tokens, and a transfer as
+long as that of a model of 125M parameters. Every rule gets the time that 20 tokens per parameter take without a
+network; a rule that waits for its link gets fewer. Since both times grow with the size, those of 1.3B parameters have
+the same ratio. `free` is a link that takes no time, so every rule takes all steps: it shows the gap at equal tokens.
 """
 
 from __future__ import annotations
@@ -95,6 +95,8 @@ SIZES = {
 }
 AT_ALL_LINKS = "0.1M"  # the size at which all questions are asked
 OF_ADAMW = ("ddp", "diloco-30", "streaming-30", "ours")  # the rules that AdamW is tried with
+# The size at which other rates than the transferred ones are tried, by factor, with these rules.
+VARIED, FACTORS, OF_VARIED = "0.3M", (0.5, 0.7, 1.0, 1.4), ("ddp", "diloco-30", "streaming", "ours")
 FLOPS_PER_S = 5e10  # of one thread of the CPUs in results/ladder.txt, beside other work; for `--minutes`
 RATES = {"muon": (0.004, 0.008, 0.016, 0.032), "adamw": (0.004, 0.008, 0.016)}  # of the tuning
 # Further rates where the best one was the lowest of the others.
@@ -160,10 +162,17 @@ def ladder(found: list[dict[str, Any]], *, is_estimate: bool = False) -> Iterato
     best = [min(cells, key=lambda cell: scores.get(cell, math.inf)) for cells in known]
     for size, shape in SIZES.items():
         for seed, tuned in product(range(1, 1 + shape.seeds), best):
-            rate = round(tuned.learning_rate * BASE_WIDTH / shape.hidden, 6)
-            cell = replace(tuned, size=size, seed=seed, learning_rate=rate)
+            cell = replace(tuned, size=size, seed=seed, learning_rate=_transferred(tuned, shape))
             if cell.optimizer == "muon" or seed <= shape.of_adamw:
                 yield from _questions(cell)
+    for tuned, factor in product(best, FACTORS):
+        if tuned.optimizer == "muon" and tuned.rule in OF_VARIED:
+            rate = _transferred(tuned, SIZES[VARIED], factor)
+            yield replace(tuned, size=VARIED, learning_rate=rate, link="100" if tuned.rule == "ours" else FREE)
+
+
+def _transferred(tuned: Cell, size: Size, factor: float = 1.0) -> float:
+    return round(factor * tuned.learning_rate * BASE_WIDTH / size.hidden, 6)
 
 
 def _questions(cell: Cell) -> Iterator[Cell]:
