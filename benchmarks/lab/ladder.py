@@ -14,11 +14,12 @@ many tokens, 22.9 D ** 0.47 (arXiv 2410.21676), so that a smaller one would not 
 (seed 0, on 100 Mbit/s), each rule tries all learning rates and outer settings of its grid (`tuning`). The best of each
 rule and optimizer is transferred: the learning rate is inverse to the width, as the published ones of the NoLoCo paper
 are (6e-4, 2e-4 and 1.2e-4 for widths of 768, 2,048 and 4,096), and outer settings stay. Muon's steps have the size of
-AdamW's, so the same rule holds. At 0.3M, seed 0 tries higher and lower rates than the transferred ones. **Time.** An
-inner step takes as long as 6 FLOP per parameter and token take at 40 TFLOP/s, with 65,536 tokens, and a transfer as
-long as that of a model of 125M parameters. Every rule gets the time that 20 tokens per parameter take without a
-network; a rule that waits for its link gets fewer. Since both times grow with the size, those of 1.3B parameters have
-the same ratio. `free` is a link that takes no time, so every rule takes all steps: it shows the gap at equal tokens.
+AdamW's, so the same rule holds. At 0.3M, seed 0 tries other rates than the transferred ones and four times the tokens.
+**Time.** An inner step takes as long as 6 FLOP per parameter and token take at 40 TFLOP/s, with 65,536 tokens, and a
+transfer as long as that of a model of 125M parameters. Every rule gets the time that 20 tokens per parameter take
+without a network; a rule that waits for its link gets fewer. Since both times grow with the size, those of 1.3B
+parameters have the same ratio. `free` is a link that takes no time, so every rule takes all steps: it shows the gap at
+equal tokens.
 """
 
 from __future__ import annotations
@@ -52,7 +53,6 @@ from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.testing.links import IDEAL
 
 OUT = Path(__file__).resolve().parents[1] / "results" / "ladder.jsonl"
-TOKENS_A_PARAMETER = 20
 CLAIMED, STEP_S = 125_000_000, 6 * 125e6 * 65_536 / 40e12
 FREE, DELAY_MS = "free", 5
 HELD_OUT = 128
@@ -69,6 +69,7 @@ class Size:
     batch: int  # sequences of all replicas in a step
     seeds: int
     of_adamw: int  # seeds
+    tokens_a_parameter: int = 20
 
     @property
     def num_parameters(self) -> int:
@@ -76,7 +77,7 @@ class Size:
 
     @property
     def steps(self) -> int:
-        return TOKENS_A_PARAMETER * self.num_parameters // (self.batch * self.tokens)
+        return self.tokens_a_parameter * self.num_parameters // (self.batch * self.tokens)
 
     @property
     def flops(self) -> float:
@@ -88,6 +89,9 @@ class Size:
 SIZES = {
     "0.1M": Size(64, 2, 4, 172, 64, 64, 3, 3),
     "0.3M": Size(96, 2, 4, 320, 128, 64, 3, 1),
+    # With four times the tokens: in batches, and in steps.
+    "0.3M-4x": Size(96, 2, 4, 320, 128, 256, 0, 0, 80),
+    "0.3M-long": Size(96, 2, 4, 320, 128, 64, 0, 0, 80),
     "1M": Size(160, 3, 5, 432, 256, 64, 3, 1),
     "3M": Size(224, 5, 7, 592, 256, 128, 1, 0),  # from here on a GPU; a cell of 3M takes 3 to 10 hours of one core
     "16M": Size(384, 9, 6, 1024, 512, 128, 1, 0),
@@ -95,8 +99,9 @@ SIZES = {
 }
 AT_ALL_LINKS = "0.1M"  # the size at which all questions are asked
 OF_ADAMW = ("ddp", "diloco-30", "streaming-30", "ours")  # the rules that AdamW is tried with
-# The size at which other rates than the transferred ones are tried, by factor, with these rules.
-VARIED, FACTORS, OF_VARIED = "0.3M", (0.5, 0.7, 1.0, 1.4), ("ddp", "diloco-30", "streaming", "ours")
+# Factors of the transferred rates that are tried with seed 0, and the rules they are tried with.
+FACTORS = {"0.3M": (0.5, 0.7, 1.0, 1.4), "0.3M-4x": (1.0,), "0.3M-long": (1.0,)}
+OF_FACTORS = ("ddp", "diloco-30", "streaming", "ours")
 FLOPS_PER_S = 5e10  # of one thread of the CPUs in results/ladder.txt, beside other work; for `--minutes`
 RATES = {"muon": (0.004, 0.008, 0.016, 0.032), "adamw": (0.004, 0.008, 0.016)}  # of the tuning
 # Further rates where the best one was the lowest of the others.
@@ -165,10 +170,12 @@ def ladder(found: list[dict[str, Any]], *, is_estimate: bool = False) -> Iterato
             cell = replace(tuned, size=size, seed=seed, learning_rate=_transferred(tuned, shape))
             if cell.optimizer == "muon" or seed <= shape.of_adamw:
                 yield from _questions(cell)
-    for tuned, factor in product(best, FACTORS):
-        if tuned.optimizer == "muon" and tuned.rule in OF_VARIED:
-            rate = _transferred(tuned, SIZES[VARIED], factor)
-            yield replace(tuned, size=VARIED, learning_rate=rate, link="100" if tuned.rule == "ours" else FREE)
+    for size, factors in FACTORS.items():
+        for tuned in best:
+            if tuned.optimizer == "muon" and tuned.rule in OF_FACTORS:
+                rates = [_transferred(tuned, SIZES[size], factor) for factor in factors]
+                of_size = replace(tuned, size=size, link="100" if tuned.rule == "ours" else FREE)
+                yield from (replace(of_size, learning_rate=rate) for rate in rates)
 
 
 def _transferred(tuned: Cell, size: Size, factor: float = 1.0) -> float:

@@ -40,6 +40,7 @@ NAMES = {
     "ours": "**swaps of slices**",
     "ours-outer": "swaps of slices, outer step",
 }
+MORE_TOKENS = {"0.3M-4x": "0.3M, 4x batch", "0.3M-long": "0.3M, 4x steps"}
 LINKS = ("20", "100", "200", "1000")
 HEIGHT = (1.65, 2.6)  # of the plot by link; synchronous training is in it on the fastest link only
 Rows = list[dict[str, Any]]
@@ -47,12 +48,13 @@ Series = dict[str, dict[Any, tuple[float, int]]]  # of each rule: the mean and t
 
 
 def series(rows: Rows, column: Callable[[dict[str, Any]], Any], keep: Callable[[dict[str, Any]], bool]) -> Series:
-    """Return the mean loss of each rule and column over the seeds of the ladder."""
+    """Return the mean loss of each rule and column over the seeds of the ladder, or over seed 0 of a size without."""
     found: Series = {}
     for rule in RULES:
         groups: dict[Any, list[float]] = {}
         for row in rows:
-            if row["seed"] and row["rule"] == rule and keep(row):
+            has_seed = row["seed"] or not SIZES[row["size"]].seeds
+            if has_seed and row["rule"] == rule and keep(row):
                 groups.setdefault(column(row), []).append(score(row))
         if groups:
             found[rule] = {key: (fmean(losses), len(losses)) for key, losses in groups.items()}
@@ -205,7 +207,7 @@ def draw(
 def made(rows: Rows) -> dict[str, str]:
     """Return the tables by name."""
     return {
-        "gap": table(gaps(rows), SIZES, "+.1f", lambda size: f"{size} parameters"),
+        "gap": table(gaps(rows), SIZES, "+.1f", lambda size: MORE_TOKENS.get(size, str(size))),
         "links": table(links(rows), LINKS, ".4f", lambda link: f"{link} Mbit/s"),
         "trouble": table(
             trouble(rows),
@@ -234,7 +236,7 @@ def main() -> None:
             path.write_text(f"{head}---\n{script.table(found)}\n")
     draw(
         DOCS / "lab-gap.svg",
-        gaps(rows),
+        gaps([row for row in rows if row["size"] not in MORE_TOKENS]),
         lambda size: SIZES[size].num_parameters,
         "parameters",
         "loss above synchronous training, %",

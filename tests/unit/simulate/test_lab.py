@@ -223,7 +223,7 @@ def test_sizes_have_the_parameters_of_their_names() -> None:
         spec = ladder.ladder_spec(cell, 1).model
         assert spec.num_parameters() == ladder.SIZES[cell.size].num_parameters
     found = [f"{size.num_parameters / 1e6:.1g}M" for name, size in ladder.SIZES.items() if size.hidden < 384]
-    assert found == ["0.1M", "0.3M", "1M", "3M"]
+    assert found == ["0.1M", *["0.3M"] * 3, "1M", "3M"]
 
 
 def archive(path: Path, files: dict[str, str]) -> Path:
