@@ -89,9 +89,9 @@ class Size:
 SIZES = {
     "0.1M": Size(64, 2, 4, 172, 64, 64, 3, 3),
     "0.3M": Size(96, 2, 4, 320, 128, 64, 3, 1),
-    # With four times the tokens: in batches, and in steps.
-    "0.3M-4x": Size(96, 2, 4, 320, 128, 256, 0, 0, 80),
-    "0.3M-long": Size(96, 2, 4, 320, 128, 64, 0, 0, 80),
+    # With four times the tokens, which only seed 0 tries.
+    "0.3M-4x-batch": Size(96, 2, 4, 320, 128, 256, 0, 0, 80),
+    "0.3M-4x-steps": Size(96, 2, 4, 320, 128, 64, 0, 0, 80),
     "1M": Size(160, 3, 5, 432, 256, 64, 3, 1),
     "3M": Size(224, 5, 7, 592, 256, 128, 1, 0),  # from here on a GPU; a cell of 3M takes 3 to 10 hours of one core
     "16M": Size(384, 9, 6, 1024, 512, 128, 1, 0),
@@ -100,7 +100,7 @@ SIZES = {
 AT_ALL_LINKS = "0.1M"  # the size at which all questions are asked
 OF_ADAMW = ("ddp", "diloco-30", "streaming-30", "ours")  # the rules that AdamW is tried with
 # Factors of the transferred rates that are tried with seed 0, and the rules they are tried with.
-FACTORS = {"0.3M": (0.5, 0.7, 1.0, 1.4), "0.3M-4x": (1.0,), "0.3M-long": (1.0,)}
+FACTORS = {"0.3M": (0.5, 0.7, 1.0, 1.4), "0.3M-4x-batch": (1.0,), "0.3M-4x-steps": (1.0,)}
 OF_FACTORS = ("ddp", "diloco-30", "streaming", "ours")
 FLOPS_PER_S = 5e10  # of one thread of the CPUs in results/ladder.txt, beside other work; for `--minutes`
 RATES = {"muon": (0.004, 0.008, 0.016, 0.032), "adamw": (0.004, 0.008, 0.016)}  # of the tuning

@@ -40,7 +40,6 @@ NAMES = {
     "ours": "**swaps of slices**",
     "ours-outer": "swaps of slices, outer step",
 }
-MORE_TOKENS = {"0.3M-4x": "0.3M, 4x batch", "0.3M-long": "0.3M, 4x steps"}
 LINKS = ("20", "100", "200", "1000")
 HEIGHT = (1.65, 2.6)  # of the plot by link; synchronous training is in it on the fastest link only
 Rows = list[dict[str, Any]]
@@ -207,7 +206,7 @@ def draw(
 def made(rows: Rows) -> dict[str, str]:
     """Return the tables by name."""
     return {
-        "gap": table(gaps(rows), SIZES, "+.1f", lambda size: MORE_TOKENS.get(size, str(size))),
+        "gap": table(gaps(rows), SIZES, "+.1f"),
         "links": table(links(rows), LINKS, ".4f", lambda link: f"{link} Mbit/s"),
         "trouble": table(
             trouble(rows),
@@ -236,7 +235,7 @@ def main() -> None:
             path.write_text(f"{head}---\n{script.table(found)}\n")
     draw(
         DOCS / "lab-gap.svg",
-        gaps([row for row in rows if row["size"] not in MORE_TOKENS]),
+        gaps([row for row in rows if SIZES[row["size"]].seeds]),
         lambda size: SIZES[size].num_parameters,
         "parameters",
         "loss above synchronous training, %",
