@@ -537,12 +537,14 @@ def is_copy(own: PeerRecord, found: PeerRecord, heard: dict[str, int]) -> bool:
     """Return whether another live process uses the same key as this one.
 
     `own` is the record that this process announces, and `found` is a record that was read under its peer id. A record
-    outlives its process, so a single record of another process does not prove that the key was copied, but a second,
-    newer record does; `heard` keeps the first one.
+    outlives its process. So of an earlier process, only a record from after the start of this one counts, and one is
+    enough: that process stops soon, and says no more. A later process makes this one stop, so it must have announced
+    two records; `heard` keeps the first one.
     """
-    is_old = found.start < own.start and found.sequence <= own.started_at_ms  # an earlier start has left it behind
-    if is_old or found.peer_id != own.peer_id or found.session_key == own.session_key or found.state == "leaving":
+    if found.peer_id != own.peer_id or found.session_key == own.session_key or found.state == "leaving":
         return False
+    if found.start < own.start:
+        return found.sequence > own.started_at_ms
     if len(heard) > 16:
         heard.clear()
     return found.sequence > heard.setdefault(found.session_key, found.sequence)

@@ -159,5 +159,7 @@ async def test_a_key_used_twice_is_noticed_by_both(tmp_path: Path) -> None:
     ):
         await until(lambda: older.node.neighbours() == {hub.peer_id}, "the first is in the DHT")
         async with directory(tmp_path, "2", bootstraps=tuple(hub.multiaddrs()), **start("newer", 2000)):
-            await until(lambda: len(heard) == 2, "each hears of the other")
+            await until(lambda: "older" in heard, "the older hears of the newer")
+            await older.stop(farewell=False)
+            await until(lambda: "newer" in heard, "the newer has heard of the older, which says no more")
         assert {name: record.session_key for name, record in heard.items()} == {"older": "newer", "newer": "older"}
