@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.patience import SLOW_TEST_S
 from harness.processes import PeerProcess, noloco
 from harness.small_chats import make_tokenizer
 from peft import PeftModel
@@ -33,6 +34,7 @@ from noloco_p2p.trainer.inner_step import InnerStep
 from noloco_p2p.trainer.model import build_model, build_tokenizer, samples_loss
 
 STEPS = 1800  # so many that nobody is far ahead after a moment
+TRAINING_S = SLOW_TEST_S / 2  # on a busy machine, all steps take longer than a single event does
 BASE_STEPS = 800
 DEATH_STEP = 100  # of the peer that dies
 OF_BASE, OF_ONE, OF_OTHER = "abcdefghijklmn", "opqrst", "uvwxyz"  # first letters
@@ -152,7 +154,7 @@ def test_people_with_different_chats_make_an_adapter_that_nobody_makes_alone(hom
             assert all(ask(peer.folder, "resume") for peer in (a, b))
             c.swap_with(a)
             for peer in (a, b, c):
-                peer.event("finished")
+                peer.event("finished", timeout_s=TRAINING_S)
             model = bindings(home, "one")[-2:]
             found = noloco("export", "--merge", ticket, tmp_path / "merged", "--adapters", *model)
             assert found.returncode == 0, found.stderr
@@ -164,7 +166,8 @@ def test_people_with_different_chats_make_an_adapter_that_nobody_makes_alone(hom
         PeerProcess(write_spec(home, "alone-a"), tmp_path / "alone-a", *often, *bindings(home, "one")) as alone_a,
         PeerProcess(write_spec(home, "alone-b"), tmp_path / "alone-b", *often, *bindings(home, "other")) as alone_b,
     ):
-        assert [peer.event("finished")["step"] for peer in (alone_a, alone_b)] == [STEPS, STEPS]
+        ends = [peer.event("finished", timeout_s=TRAINING_S) for peer in (alone_a, alone_b)]
+        assert [end["step"] for end in ends] == [STEPS, STEPS]
     alone = [evaluated(home, peer)["merged"]["validation_loss"] for peer in (alone_a, alone_b)]
     base = AutoModelForCausalLM.from_pretrained(home / "base")
     untrained = loss_of(base, home)
