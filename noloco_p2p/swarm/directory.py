@@ -538,8 +538,8 @@ def is_copy(own: PeerRecord, found: PeerRecord, heard: dict[str, int]) -> bool:
 
     `own` is the record that this process announces, and `found` is a record that was read under its peer id. A record
     outlives its process. So of an earlier process, only a record from after the start of this one counts, and one is
-    enough: that process stops soon, and says no more. A later process makes this one stop, so it must have announced
-    two records; `heard` keeps the first one.
+    enough: that process stops soon, and says no more. (After a clock was set back, this can be a false alarm, but it
+    stops nobody.) A later process makes this one stop, so it must have announced two records; `heard` keeps the first.
     """
     if found.peer_id != own.peer_id or found.session_key == own.session_key or found.state == "leaving":
         return False
